@@ -1,0 +1,43 @@
+"""The command `sherlorch`: the only place that prints errors and picks exit codes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import metadata
+
+CLEAN = 0
+CULPRIT_FOUND = 1
+USAGE = 2  # what argparse exits with
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` and return its exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.error("name a command, for example `sherlorch demo`")
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sherlorch",
+        description="Find the operation that introduced a NaN or Inf into a PyTorch program, and say why.",
+        epilog=f"exit codes: {CLEAN} clean, {CULPRIT_FOUND} a culprit was found, {USAGE} wrong usage",
+    )
+    parser.add_argument("--version", action="version", version=f"sherlorch {metadata.version('sherlorch')}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a small transformer with a planted bug, and find the bug")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from sherlorch.demo import run  # torch takes seconds to import; `--help` should not
+
+    run()
+    return CLEAN
