@@ -1,0 +1,60 @@
+"""Each example, run as a user runs it, blames the line that its source marks as the culprit."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# What the first line of each report says, but for the line number.
+VERDICTS = {
+    "backward_only_nan.py": "",
+    "find_nan_in_transformer.py": "",
+    "half_precision_overflow.py": "",
+    "inplace_through_view.py": "",
+    "poisoned_parameter.py": "",
+}
+
+
+def output(example: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example.relative_to(ROOT))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def marked_line(example: Path) -> int:
+    lines = example.read_text(encoding="utf-8").splitlines()
+    (number,) = (number for number, line in enumerate(lines, start=1) if line.endswith("# <- culprit"))
+    return number
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_report_names_the_marked_line(example: Path) -> None:
+    verdict = VERDICTS[example.name].format(line=f"{example.name}:{marked_line(example)}")
+    assert verdict in output(example).splitlines()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short(example: Path) -> None:
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the README shows torch 2.13")
+def test_the_readme_shows_what_the_example_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- output of: python (\S+) -->\n```text\n(.*?)```", readme, flags=re.DOTALL)
+    assert len(shown) == 1
+    for example, text in shown:
+        assert output(ROOT / example) == text
