@@ -51,6 +51,13 @@ class Call:
         return [self._take(f"{name}[{i}]", item, old, None) for i, item in enumerate(value[:LIST_LIMIT])]
 
     def _plain(self, tensor: Tensor) -> Tensor:
+        try:
+            return self._unwrapped(tensor)
+        except (RuntimeError, NotImplementedError) as error:
+            self.notes.append(f"a tensor could not be unwrapped: {type(error).__name__}")
+            return tensor
+
+    def _unwrapped(self, tensor: Tensor) -> Tensor:
         functorch = torch._C._functorch
         while functorch.is_functorch_wrapped_tensor(tensor):
             self.batched = self.batched or functorch.is_batchedtensor(tensor)

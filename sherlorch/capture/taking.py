@@ -57,7 +57,7 @@ def capture(
         headroom=attempt("the true value", lambda: headroom_of(call, operands or (), terms, index)),
         operands=operands or (),
         count=attempt("the count", lambda: count_of(call, terms)),
-        notes=tuple(call.notes),
+        notes=tuple(dict.fromkeys(call.notes)),
     )
 
 

@@ -61,6 +61,12 @@ def law_of_name(op_name: str) -> Law | None:
     return law_of_overload(overload) if isinstance(overload, OpOverload) else None
 
 
+def has_conditional_law(func: object) -> bool:
+    """Does the law of a call depend on its arguments? `law_of_call` decides then."""
+    group = _group_of(func)
+    return group is not None and group.condition is not None
+
+
 def _unconditional(group: Group | None) -> Law | None:
     return None if group is None or group.condition is not None else group.law
 

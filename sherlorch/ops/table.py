@@ -56,7 +56,7 @@ _PERMUTES = (
     Group(
         law=Law.PERMUTES,
         equation="y[i] = x[p(i)], p one-to-one and onto, by copying",
-        proof="Every element is copied to exactly one place, at most with another sign of its imaginary part.",
+        proof="Every element is copied to exactly one place, at most with its imaginary part negated.",
         names=_names("""
             channel_shuffle clone conj_physical flip fliplr flipud pixel_shuffle pixel_unshuffle roll rot90
         """),
@@ -75,9 +75,14 @@ _PERMUTES = (
         equation="y = x1, x2, ..., xn side by side",
         proof="Each element of each input stands exactly once in the result, in the dtype it had.",
         names=_names("""
-            cat column_stack complex concat concatenate dstack hstack row_stack stack vstack
+            cat column_stack concat concatenate dstack hstack row_stack stack vstack
         """),
-        left_out={"cat of two dtypes": _PROMOTES, "_chunk_cat": "pads", "pad_sequence": _FILL},
+        left_out={
+            "cat of two dtypes": _PROMOTES,
+            "complex": "broadcasts, to a size of zero too, which drops elements",
+            "_chunk_cat": "pads",
+            "pad_sequence": _FILL,
+        },
         condition=same_dtype,
     ),
 )
@@ -187,7 +192,9 @@ _SELECTS = (
         law=Law.SELECTS,
         equation="y[i] = x[i] or z[q(i)], x and z of one dtype",
         proof="Each element is copied from one of the tensors, and none is promoted or cast.",
-        names=_names("block_diag diagonal_scatter fmax fmin maximum minimum select_scatter slice_scatter"),
+        names=_names("""
+            block_diag complex diagonal_scatter fmax fmin maximum minimum select_scatter slice_scatter
+        """),
         functions=_names("max min"),
         aten=_names("hardtanh_backward threshold_backward"),
         left_out={"leaky_relu_backward": "multiplies by a slope that may exceed 1"},

@@ -1,0 +1,19 @@
+"""sherlorch: find the operation that introduced a NaN or Inf into a PyTorch program."""
+
+from sherlorch.errors import NonFiniteError, NonFiniteWarning, SherlorchError, UntracedTensorError
+from sherlorch.graph import OpNode
+from sherlorch.reports.report import DiagnosisReport
+from sherlorch.tracker import ProvenanceTracker, trace
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "DiagnosisReport",
+    "NonFiniteError",
+    "NonFiniteWarning",
+    "OpNode",
+    "ProvenanceTracker",
+    "SherlorchError",
+    "UntracedTensorError",
+    "trace",
+]

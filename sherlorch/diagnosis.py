@@ -1,0 +1,189 @@
+"""Who is blamed: the walk back from a non-finite record over its non-finite ancestors. Knows no torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Record, location_of, origin_of
+from sherlorch.health import NAN, NONFINITE
+
+_BLAMED = ("introduced", "outside", "uninitialised")
+
+
+@dataclass
+class Diagnosis:
+    """Culprits in order of blame, and for each the way to the target."""
+
+    target: Record
+    culprits: list[Record] = field(default_factory=list)
+    paths: dict[int, list[Record]] = field(default_factory=dict)
+    causes: dict[int, list[Record]] = field(default_factory=dict)  # culprit.seq -> constants that it turned into damage
+
+
+class _Walk:
+    """The non-finite ancestors of a record, nearest first."""
+
+    def __init__(self, target: Record, nan_first: bool) -> None:
+        self.child: dict[Record, Optional[Record]] = {target: None}
+        self.stops: list[Record] = []
+        child, queue = self.child, deque([target])
+        while queue:
+            record = queue.popleft()
+            bad = [parent for parent in record.parents if parent.bits & NONFINITE]
+            if nan_first and record.bits & NAN:
+                bad = [parent for parent in bad if parent.bits & NAN] or bad
+            if not bad or (record.extra is not None and record.extra.born):
+                self.stops.append(record)
+            for parent in bad:
+                if parent not in child:
+                    child[parent] = record
+                    queue.append(parent)
+
+    def path(self, record: Record) -> list[Record]:
+        """From `record` to the target."""
+        path = [record]
+        while True:
+            following = self.child[path[-1]]
+            if following is None:
+                return path
+            path.append(following)
+
+    def downstream(self, sources: Iterable[Record]) -> set[Record]:
+        """Visited records that descend from `sources` (which are among them)."""
+        reached = set(sources)
+        if reached:
+            for record in sorted(self.child, key=lambda record: record.seq):
+                if record not in reached and not reached.isdisjoint(record.parents):
+                    reached.add(record)
+        return reached
+
+
+def diagnose(target: Record) -> Diagnosis:
+    """Culprits of `target`: first what the NaN walk reaches, then what the walk over every non-finite parent adds.
+
+    Linear in the number of non-finite ancestors, without recursion.
+    """
+    diagnosis = Diagnosis(target)
+    if not target.bits & NONFINITE:
+        return diagnosis
+    for nan_first in (True, False):
+        walk = _Walk(target, nan_first)
+        found = _blame(walk, diagnosis)
+        known = {culprit.seq for culprit in diagnosis.culprits}
+        for culprit in sorted(found, key=lambda record: record.seq):
+            if culprit.seq not in known:
+                diagnosis.culprits.append(culprit)
+                diagnosis.paths[culprit.seq] = walk.path(culprit)
+    return diagnosis
+
+
+def _blame(walk: _Walk, diagnosis: Diagnosis) -> set[Record]:
+    blamed = {record for record in walk.stops if _is_fault(record)}
+    named = [record for record in walk.stops if record not in blamed]
+    tainted = walk.downstream(blamed) if named else set()
+    for constant in named:
+        culprit = _where_it_does_damage(walk.path(constant))
+        if culprit is None or culprit in tainted:
+            continue
+        blamed.add(culprit)
+        if culprit is not constant:
+            causes = diagnosis.causes.setdefault(culprit.seq, [])
+            if constant not in causes:
+                causes.append(constant)
+    return blamed
+
+
+def _is_fault(record: Record) -> bool:
+    if record.extra is not None and (record.extra.born or (record.extra.mask and record.bits & LEAF)):
+        return bool(record.extra.born)
+    return origin_of(record) in _BLAMED
+
+
+def _where_it_does_damage(path: Sequence[Record]) -> Optional[Record]:
+    """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it out, else itself.
+
+    None where something else brought the NaN.
+    """
+    for record in path[1:]:
+        if record.bits & NAN and not path[0].bits & NAN:
+            return record if origin_of(record) == "converted" else None
+    return next((record for record in path[1:] if record.facts.combines), path[0])
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Something non-finite that is not blamed: a record, how often its line made the like, and why it is harmless."""
+
+    record: Record
+    count: int
+    note: str
+
+
+def also_seen(faults: Iterable[Record], diagnosis: Optional[Diagnosis], records: Sequence[Record], limit: int = 5) -> list[Sighting]:
+    """Origins of non-finite values other than the culprits, one for each line, with the op that absorbed them."""
+    excluded: set[int] = set()
+    if diagnosis is not None:
+        excluded.update(culprit.call for culprit in diagnosis.culprits)
+        excluded.update(record.seq for causes in diagnosis.causes.values() for record in causes)
+    groups: dict[tuple[str, object, int], list[Record]] = {}
+    for record in faults:
+        if record.facts.moves and not record.bits & (LEAF | CONSTANT):
+            continue
+        origin = origin_of(record)
+        if origin in (None, "propagated", "converted") or record.call in excluded or record.seq in excluded:
+            continue
+        groups.setdefault((record.facts.name, record.code, record.instruction), []).append(record)
+    sightings = []
+    for group in sorted(groups.values(), key=lambda group: group[0].seq)[:limit]:
+        first = group[0]
+        sightings.append(Sighting(first, len(group), _harmless_because(first, records)))
+    return sightings
+
+
+def _harmless_because(record: Record, records: Sequence[Record]) -> str:
+    what = "a mask" if origin_of(record) == "constant" or (record.extra is not None and record.extra.mask) else origin_of(record) or ""
+    absorber = _absorber(record, records)
+    if absorber is None:
+        return what
+    where = location_of(absorber)
+    return f"{what}, absorbed by {absorber.facts.base}" + (f" at {where.rpartition('/')[2]}" if where else "")
+
+
+def _absorber(record: Record, records: Sequence[Record]) -> Optional[Record]:
+    """The first op that computed finite values from what `record` brought; None where none is known."""
+    carried = {record}
+    for later in _after(records, record.seq):
+        if not carried.isdisjoint(later.parents):
+            if later.bits & NONFINITE:
+                carried.add(later)
+            elif not later.facts.moves:
+                return later
+    return None
+
+
+def _after(records: Sequence[Record], seq: int) -> Iterable[Record]:
+    low, high = 0, len(records)
+    while low < high:
+        middle = (low + high) // 2
+        if records[middle].seq <= seq:
+            low = middle + 1
+        else:
+            high = middle
+    return (records[i] for i in range(low, len(records)))
+
+
+def earliest(faults: Iterable[Record]) -> Optional[Record]:
+    """The first record at which something went wrong that was not absorbed later on; None where all is well."""
+    ordered = sorted(faults, key=lambda record: record.seq)
+    lasting: set[Record] = set()
+    for record in reversed(ordered):
+        if not record.bits & CONSUMED or record in lasting:
+            lasting.add(record)
+            lasting.update(parent for parent in record.parents if parent.bits & NONFINITE)
+    for record in ordered:
+        if record in lasting and (_is_fault(record) or origin_of(record) == "converted"):
+            return record
+    return None

@@ -1,0 +1,81 @@
+"""Ranges of the dtypes, and how numbers are written in a sentence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sherlorch.explain.fault import Fault
+
+
+def _info(dtype: str) -> torch.finfo:
+    kind = getattr(torch, dtype, None)
+    known = isinstance(kind, torch.dtype) and (kind.is_floating_point or kind.is_complex)
+    return torch.finfo(kind if known else torch.float32)
+
+
+def largest(dtype: str) -> float:
+    return float(_info(dtype).max)
+
+
+def tiny(dtype: str) -> float:
+    """The smallest number above zero."""
+    info = _info(dtype)
+    return float(info.tiny * info.eps)
+
+
+def spacing(dtype: str) -> float:
+    """The gap above one."""
+    return float(_info(dtype).eps)
+
+
+def rounds_to_zero(value: float, dtype: str) -> bool:
+    return 0 < abs(value) <= tiny(dtype) / 2
+
+
+def epsilon_for(dtype: str) -> str:
+    """An epsilon to write that survives in `dtype`."""
+    return {"float16": "1e-4", "bfloat16": "1e-6", "float64": "1e-12", "complex128": "1e-12"}.get(
+        dtype, "1e-2" if dtype.startswith("float8") else "1e-8"
+    )
+
+
+def show(value: float | None, unknown: str = "x") -> str:
+    """Four digits; `unknown` where nobody saw the value.
+
+    >>> show(-0.0), show(float("-inf")), show(65504.0), show(None)
+    ('0', '-inf', '65504', 'x')
+    """
+    if value is None:
+        return unknown
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if math.isfinite(value) and value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
+
+
+def over(fault: Fault) -> str:
+    """How far out of range the true value is: "3.25 times the largest float16, 65504"."""
+    limit = f"the largest {fault.dtype}, {show(largest(fault.dtype))}"
+    headroom = fault.evidence.headroom if fault.evidence else None
+    if headroom is None:
+        return f"more than {limit}"
+    return f"{headroom:.4g} times {limit}" if headroom > 1 else f"in range only at its end; a part of it exceeds {limit}"
+
+
+def aftermath(fault: Fault) -> str:
+    """What the Inf of this fault does on its way, as the end of a sentence."""
+    for name in fault.downstream:
+        told = _NEXT.get(name.strip("_"))
+        if told:
+            return told
+    return ""
+
+
+_NEXT = {
+    "mul": "; where it meets a factor of zero it is 0 * inf = NaN",
+    "softmax": "; softmax turns it into NaN (inf - inf)",
+    "log_softmax": "; log_softmax turns it into NaN (inf - inf)",
+    "sub": "; a difference of two such infinities is NaN",
+    "where": "; where() hides it from the result, but backward multiplies it by a zero gradient: 0 * inf = NaN",
+}

@@ -1,0 +1,218 @@
+"""What a tensor's values say: the one place that reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+FINITE = 0
+NAN = 1
+INF = 2
+NONFINITE = NAN | INF
+
+FLOATING = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+# Kinds whose range is wide enough for the sum of healthy values to stay finite as a rule (float16 is not).
+_SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
+
+_sum = torch.sum
+_aminmax = torch.aminmax
+Number = Union[int, float, complex]
+
+
+def scan(tensor: Tensor) -> int:
+    """State flags of a strided tensor, exact; call it where autograd and modes are off.
+
+    A finite sum proves that every element is finite, since NaN and Inf survive any sum. A sum that is not finite proves
+    nothing (it may have overflowed), so then the elements themselves are asked.
+    """
+    if tensor.dtype in _SUMMED:
+        try:
+            total = _sum(tensor).item()
+        except (RuntimeError, NotImplementedError):
+            return _look_closely(tensor)
+        if total - total == 0:
+            return FINITE
+    return _look_closely(tensor)
+
+
+def values_of(tensor: Tensor) -> Optional[Tensor]:
+    """A strided real floating tensor that holds every value of `tensor`; None where there is none (integers, no data)."""
+    tensor = _unwrap(tensor)
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif layout is not torch.strided and layout is not getattr(torch, "jagged", None):
+        tensor = tensor.values()
+    elif tensor.is_nested:
+        tensor = tensor.values() if layout is getattr(torch, "jagged", None) else torch.cat([t.flatten() for t in tensor.unbind()])
+    if tensor.dtype not in FLOATING or tensor.is_meta:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.element_size() == 1:  # float8 has neither aminmax nor isinf; every value of it is exact in float32
+        tensor = tensor.float()
+    return tensor
+
+
+def _unwrap(tensor: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _look_closely(tensor: Tensor) -> int:
+    values = values_of(tensor)
+    if values is None or values.numel() == 0:
+        return FINITE
+    low, high = (bound.item() for bound in _aminmax(values))
+    if low - low == 0 and high - high == 0:
+        return FINITE
+    if low == low:
+        return INF
+    return NAN | (INF if bool(torch.isinf(values).any()) else 0)
+
+
+def examine(tensor: Tensor) -> int:
+    """State flags of any tensor, from anywhere: autograd, modes and tracing do not see the look."""
+    with unseen():
+        return _look_closely(tensor.detach())
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, autograd and every mode are off; tensor subclasses keep their own handlers."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def scan_unseen(tensor: Tensor) -> int:
+    """`scan` for where autograd may be on or other modes may listen."""
+    with unseen():
+        return scan(tensor)
+
+
+def begin_scan(tensor: Tensor) -> Optional[tuple[Tensor, Tensor, Tensor]]:
+    """Start a look whose answer stays on the device: min, max, any Inf; None where nothing can be wrong."""
+    values = values_of(tensor)
+    if values is None or values.numel() == 0:
+        return None
+    low, high = _aminmax(values)
+    return low, high, torch.isinf(values).any()
+
+
+def finish_scans(scans: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[int, float, float]]:
+    """Read many started looks in one transfer per device: (state flags, min, max) each."""
+    if not scans:
+        return []
+    rows = [torch.stack([low.double(), high.double(), inf.double()]) for low, high, inf in scans]
+    device = rows[0].device
+    table = torch.stack([row if row.device == device else row.to(device) for row in rows]).tolist()
+    return [(_flags(low, high, bool(inf)), low, high) for low, high, inf in table]
+
+
+def _flags(low: float, high: float, inf: bool) -> int:
+    return (NAN if math.isnan(low) or math.isnan(high) else 0) | (INF if inf else 0)
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """One row of the evidence table: what a tensor held at the moment of the fault (min and max over finite values)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    min: Optional[float] = None
+    max: Optional[float] = None
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zeros: int = 0
+    numel: int = 0
+    at: Optional[Number] = None  # the value at the fault's first bad index, where the shapes allow it
+
+    @property
+    def nonfinite(self) -> int:
+        return self.nan + self.posinf + self.neginf
+
+
+def describe(tensor: Tensor, name: str) -> TensorStats:
+    """Count and bound the values of `tensor`; call it where autograd and modes are off."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).replace("torch.", "")
+    values = values_of(tensor)
+    if values is None:
+        values = None if tensor.is_meta or tensor.dtype is torch.bool else tensor
+    if values is None or values.numel() == 0:
+        return TensorStats(name, shape, dtype, numel=tensor.numel(), zeros=_false_count(tensor))
+    if values.dtype not in FLOATING:
+        low, high = (int(v) for v in _aminmax(values))
+        return TensorStats(name, shape, dtype, low, high, zeros=int((values == 0).sum()), numel=values.numel())
+    finite = values[torch.isfinite(values)]
+    low, high = (float(v) for v in _aminmax(finite)) if finite.numel() else (None, None)  # type: ignore[assignment]
+    return TensorStats(
+        name,
+        shape,
+        dtype,
+        low,
+        high,
+        nan=int(torch.isnan(values).sum()),
+        posinf=int(torch.isposinf(values).sum()),
+        neginf=int(torch.isneginf(values).sum()),
+        zeros=int((values == 0).sum()),
+        numel=tensor.numel(),
+    )
+
+
+def _false_count(tensor: Tensor) -> int:
+    if tensor.is_meta or tensor.dtype is not torch.bool:
+        return 0
+    return int((~tensor).sum())
+
+
+def first_bad_index(tensor: Tensor) -> Optional[tuple[int, ...]]:
+    """Index of the first NaN in row-major order, else of the first Inf; None for a finite or unindexable tensor."""
+    if tensor.layout is not torch.strided or tensor.dtype not in FLOATING or tensor.is_nested:
+        return None
+    values = tensor.float() if tensor.element_size() == 1 else tensor
+    for bad in (torch.isnan(values), torch.isinf(values)):
+        if bool(bad.any()):
+            flat = int(bad.flatten().to(torch.uint8).argmax())
+            return tuple(int(i) for i in _unravel(flat, tensor.shape))
+    return None
+
+
+def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size)
+        index.append(rest)
+    return index[::-1]
+
+
+def value_at(tensor: Tensor, index: Sequence[int], shape: Sequence[int]) -> Optional[Number]:
+    """The element of `tensor` that meets `index` of a result of `shape` under broadcasting; None if it does not broadcast."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() > len(shape):
+        return None
+    offset = len(shape) - tensor.dim()
+    position = []
+    for axis, size in enumerate(tensor.shape):
+        if size not in (1, shape[axis + offset]):
+            return None
+        position.append(0 if size == 1 else index[axis + offset])
+    item: Number = tensor[tuple(position)].item()
+    return item

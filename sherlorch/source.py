@@ -1,0 +1,88 @@
+"""The user's line: which frame of the running program is neither torch's nor sherlorch's."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Optional
+
+INTERNAL = 0
+USER = 1
+ENGINE = 2  # torch's frame that enters the autograd engine: what it calls directly are backward kernels
+
+_INTERNAL_PACKAGES = frozenset({"torch", "sherlorch", "functorch", "contextlib", "functools"})
+_USER_MODULES = frozenset({"sherlorch.demo"})
+_ENGINE_FUNCTIONS = frozenset({"_engine_run_backward", "backward", "grad"})
+
+# id(code) -> INTERNAL, USER or ENGINE. Codes are kept alive so that an id can never name another code.
+kinds: dict[int, int] = {}
+_alive: list[CodeType] = []
+
+
+def classify(frame: FrameType) -> int:
+    """Kind of a frame's code, remembered in `kinds`."""
+    code = frame.f_code
+    module = frame.f_globals.get("__name__") or ""
+    kind = USER
+    if module.partition(".")[0] in _INTERNAL_PACKAGES and module not in _USER_MODULES:
+        engine = module.startswith("torch.autograd") and code.co_name in _ENGINE_FUNCTIONS
+        kind = ENGINE if engine and "torch.autograd.function" not in module else INTERNAL
+    kinds[id(code)] = kind
+    _alive.append(code)
+    return kind
+
+
+def user_frame(frame: Optional[FrameType], past_engine: bool = True) -> Optional[FrameType]:
+    """The nearest user frame at or above `frame`; None where there is none (before the engine, if so asked)."""
+    while frame is not None:
+        kind = kinds.get(id(frame.f_code))
+        if kind is None:
+            kind = classify(frame)
+        if kind == USER:
+            return frame
+        if kind == ENGINE and not past_engine:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def runs_checkpoint(frame: Optional[FrameType]) -> bool:
+    """Is a checkpointed forward pass being run again between `frame` and the autograd engine?"""
+    while frame is not None:
+        if kinds.get(id(frame.f_code)) == ENGINE:
+            return False
+        if "checkpoint" in (frame.f_globals.get("__name__") or ""):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=4096)
+def line_of(code: CodeType, instruction: int) -> int:
+    """Line number of a bytecode offset (``frame.f_lasti``)."""
+    line = code.co_firstlineno
+    for start, number in dis.findlinestarts(code):
+        if start > instruction:
+            break
+        if number is not None:
+            line = number
+    return line
+
+
+def location_of(code: CodeType, instruction: int) -> str:
+    """``path/file.py:19`` of a bytecode offset."""
+    return f"{code.co_filename}:{line_of(code, instruction)}"
+
+
+def text_of(location: str) -> str:
+    """The stripped source text of a ``path/file.py:19``; empty where the file cannot be read."""
+    path, _, line = location.rpartition(":")
+    return linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+
+
+def is_finalizing() -> bool:
+    """True while the interpreter shuts down, when frames and modules may be half gone."""
+    return sys.is_finalizing()

@@ -1,0 +1,63 @@
+"""Level ``aten``: a TorchDispatchMode that sees every kernel, backward and optimizer included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sherlorch import health
+from sherlorch.errors import NonFiniteError
+from sherlorch.tracers.plan import Plan, plan_overload
+from sherlorch.tracers.recorder import Recorder
+
+_NOTHING: dict[str, Any] = {}
+
+
+class DispatchTracer(TorchDispatchMode):
+    """Hands each aten call and its results to a recorder."""
+
+    def __init__(self, recorder: Recorder, fast: bool) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.enabled = True
+        self._fast = fast
+        self._plans: dict[int, Plan] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps the handler so that Dynamo never compiles it, at a microsecond per call. Dynamo does not
+        # compile anything while a dispatch mode is active, so there is nothing to guard against.
+        return False
+
+    def __enter__(self) -> DispatchTracer:
+        # Scans must not show up in a mode further out.
+        self.recorder.scan = health.scan_unseen if torch._C._len_torch_dispatch_stack() else health.scan
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        plan = self._plans.get(id(func))
+        if plan is None:
+            plan = self._plans[id(func)] = plan_overload(func, self._fast)
+        if types and any(hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types):
+            return NotImplemented  # the subclass unwraps itself; the calls on what it wraps come here
+        if not self.enabled:
+            return plan.call(*args, **kwargs) if kwargs else plan.call(*args)
+        if plan.writes:
+            return self.recorder.call_writing(plan, args, kwargs or {})
+        out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
+        try:
+            self.recorder.record(plan, args, kwargs or _NOTHING, out)
+        except NonFiniteError:
+            raise
+        except Exception as problem:
+            self.recorder.miss(plan, problem)
+        return out
+
+
+_DISABLED = torch._C._disabled_torch_dispatch_impl

@@ -1,0 +1,62 @@
+"""Level ``function``: a TorchFunctionMode that sees what the user called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sherlorch import health
+from sherlorch.errors import NonFiniteError
+from sherlorch.tracers.plan import Plan, plan_function
+from sherlorch.tracers.recorder import SCALAR, Recorder, kind_of, kinds
+
+_NOTHING: dict[str, Any] = {}
+
+
+class FunctionTracer(TorchFunctionMode):
+    """Hands each torch function call and its results to a recorder."""
+
+    def __init__(self, recorder: Recorder, fast: bool) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.enabled = True
+        self._fast = fast
+        self._plans: dict[Any, Plan] = {}
+        recorder.scan = _scan
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        plan = self._plans.get(func)
+        if plan is None:
+            plan = self._plans[func] = plan_function(func, self._fast)
+        if not self.enabled:
+            return func(*args, **(kwargs or {}))
+        if plan.writes or (kwargs and "out" in kwargs):
+            return self.recorder.call_writing(plan, args, kwargs or {})
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        kind = kinds.get(type(out))
+        if kind is None:
+            kind = kind_of(type(out))
+        if kind != SCALAR and not plan.ignored:
+            try:
+                self.recorder.record(plan, args, kwargs or _NOTHING, out)
+            except NonFiniteError:
+                raise
+            except Exception as problem:
+                self.recorder.miss(plan, problem)
+        return out
+
+
+def _scan(tensor: Tensor) -> int:
+    """`health.scan` without autograd's notice and out of sight of other modes."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return health.scan_unseen(tensor)
+    if tensor.requires_grad:
+        with torch._C._AutoDispatchBelowAutograd():
+            return health.scan(tensor)
+    return health.scan(tensor)

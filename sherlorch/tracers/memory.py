@@ -1,0 +1,304 @@
+"""Which node a tensor is: storages, the views of each, and who wrote last where.
+
+Identity is by memory, not by object: in backward the saved tensors come back as new objects on the same storage. An `Entry` is
+a weak reference to a storage, so it dies with it and a reused address can never give a stale answer. (Since torch 2.1 the
+Python object of a storage lives as long as the storage.)
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from sherlorch.graph import Record
+from sherlorch.health import NONFINITE
+
+Geometry = tuple[int, Sequence[int], Sequence[int], torch.dtype]
+_LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
+_MANY_ALIASES = 32
+
+
+class Entry(weakref.ref):  # type: ignore[type-arg]
+    """One storage: `node` made all of it; `regions` tells the rest, where there is a rest."""
+
+    __slots__ = ("key", "node", "regions")
+    key: int
+    node: Optional[Record]
+    regions: Optional[Regions]
+
+
+class Regions:
+    """Views read and parts written since `Entry.node` made the storage."""
+
+    __slots__ = ("aliases", "stale", "views", "writes")
+
+    def __init__(self) -> None:
+        self.views: dict[Geometry, Record] = {}
+        self.writes: list[tuple[Geometry, Record]] = []
+        # Results with the geometry of an older node (detach, a view of the same shape) are told apart by object.
+        self.aliases: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
+        self.stale = False  # someone may have written while the tracer was not looking
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Where in its storage a strided tensor lies."""
+    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def anchor(tensor: Tensor) -> Optional[Tensor]:
+    """The strided tensor whose memory holds the values of `tensor`; None where there is no such memory."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        return anchor(tensor)
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._values()
+    if layout is not torch.strided:
+        values = getattr(tensor, "values", None)
+        return anchor(values()) if values is not None else None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return tensor if storage is not None else None
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Does the tensor hold each byte of its storage once?"""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+class Memory:
+    """The table of storages. `leaf` makes the record of memory never seen before, `merge` that of a region which several
+    nodes wrote."""
+
+    def __init__(self, leaf: Callable[[Tensor], Record], merge: Callable[[Tensor, Sequence[Record]], Record]) -> None:
+        self.table: dict[int, Entry] = {}
+        self._leaf = leaf
+        self._merge = merge
+        table = self.table
+
+        def forget(entry: Entry) -> None:
+            if table.get(entry.key) is entry:
+                del table[entry.key]
+
+        self.forget = forget
+
+    def node(self, tensor: Tensor) -> Record:
+        """The node that a strided tensor is, made on first sight."""
+        entry = self.table.get(tensor.untyped_storage()._cdata)
+        if entry is None:
+            return self.start_leaf(tensor)
+        return self.read(entry, tensor)
+
+    def find(self, tensor: Tensor) -> Optional[Record]:
+        """The node that a strided tensor is, or None for memory never seen."""
+        entry = self.table.get(tensor.untyped_storage()._cdata)
+        return self.read(entry, tensor) if entry is not None else None
+
+    def start(self, tensor: Tensor, record: Record) -> Entry:
+        """`record` made the storage of `tensor`, or is the first that is known of it."""
+        storage = tensor.untyped_storage()
+        entry = Entry(storage, self.forget)  # type: ignore[arg-type]
+        entry.key = storage._cdata
+        entry.node = record
+        entry.regions = None
+        self.table[entry.key] = entry
+        return entry
+
+    def start_leaf(self, tensor: Tensor) -> Record:
+        """First sight of an argument. A leaf that does not fill its storage speaks only for its own region."""
+        record = self._leaf(tensor)
+        entry = self.start(tensor, record)
+        if not covers_storage(tensor):
+            entry.node = None
+            entry.regions = Regions()
+            entry.regions.views[geometry(tensor)] = record
+            entry.regions.writes.append((geometry(tensor), record))
+        return record
+
+    def read(self, entry: Entry, tensor: Tensor) -> Record:
+        """The node of `tensor` on a known storage."""
+        regions = entry.regions
+        if regions is None:
+            node = entry.node
+            assert node is not None
+            # The whole is finite: so is every part. Otherwise a part is the whole only if it has its shape.
+            if tuple(tensor.shape) == tuple(node.shape) and tensor.dtype == node.dtype:
+                return node
+            regions = self.regions(entry, None)
+        if regions.stale:
+            return self._read_again(entry, regions, tensor)
+        alias = regions.aliases.get(id(tensor))
+        if alias is not None and alias[0]() is tensor:
+            return alias[1]
+        key = geometry(tensor)
+        record = regions.views.get(key)
+        if record is None:
+            record = regions.views[key] = self._assemble(entry, regions, key, tensor)
+        return record
+
+    def regions(self, entry: Entry, source: Optional[Tensor]) -> Regions:
+        """The entry's regions; made now, `source` being a tensor that is known to be `entry.node`."""
+        if entry.regions is None:
+            entry.regions = Regions()
+            node = entry.node
+            assert node is not None
+            if source is not None:
+                entry.regions.views[geometry(source)] = node
+            else:
+                shape = torch.Size(node.shape)
+                entry.regions.views[(0, shape, _contiguous_strides(shape), node.dtype)] = node
+        return entry.regions
+
+    def adopt(self, entry: Entry, tensor: Tensor, record: Record, source: Optional[Tensor] = None) -> None:
+        """`record` is a new view on a known storage, made from `source` where that is the same storage."""
+        regions = entry.regions
+        if regions is None:
+            same = source is not None and source.untyped_storage()._cdata == entry.key
+            regions = self.regions(entry, source if same else None)
+        key = geometry(tensor)
+        if regions.views.setdefault(key, record) is not record:
+            aliases = regions.aliases
+            if len(aliases) >= _MANY_ALIASES:
+                for dead in [number for number, (ref, _) in aliases.items() if ref() is None]:
+                    del aliases[dead]
+            aliases[id(tensor)] = (weakref.ref(tensor), record)
+
+    def write(self, tensor: Tensor, record: Record) -> None:
+        """`record` wrote the memory of `tensor`: every overlapping view is another value now."""
+        entry = self.table.get(tensor.untyped_storage()._cdata)
+        if entry is None:
+            entry = self.start(tensor, record)
+            if covers_storage(tensor):
+                return
+            entry.node = None
+        key = geometry(tensor)
+        if covers_storage(tensor):
+            entry.node = record
+            entry.regions = regions = Regions()
+            regions.views[key] = record
+            return
+        regions = entry.regions if entry.regions is not None else (Regions() if entry.node is None else self.regions(entry, None))
+        entry.regions = regions
+        regions.aliases.clear()
+        regions.views = {other: node for other, node in regions.views.items() if not _may_overlap(other, key)}
+        regions.views[key] = record
+        regions.writes = [(other, node) for other, node in regions.writes if other != key]
+        regions.writes.append((key, record))
+
+    def distrust(self) -> None:
+        """Storages may be written from now on without notice: read each again before its node is believed."""
+        for entry in list(self.table.values()):
+            self.regions(entry, None).stale = True
+
+    def _read_again(self, entry: Entry, regions: Regions, tensor: Tensor) -> Record:
+        known = regions.views.get(geometry(tensor))
+        fresh = self._leaf(tensor)
+        if known is not None and known.state == fresh.state:
+            return known
+        self.write(tensor, fresh)
+        return fresh
+
+    def _assemble(self, entry: Entry, regions: Regions, key: Geometry, tensor: Tensor) -> Record:
+        """The node of a region that no single node made."""
+        wanted = [pair for pair in reversed(regions.writes) if _may_overlap(pair[0], key)]
+        base = entry.node
+        if base is None and not wanted:
+            record = self._leaf(tensor)
+            regions.writes.append((key, record))
+            return record
+        parts = [node for _, node in wanted] + ([base] if base is not None else [])
+        if len(parts) > 1 and any(part.bits & NONFINITE for part in parts):
+            parts = self._visible(tensor, key, wanted, base)
+        record = self._merge(tensor, parts)
+        if base is not None and covers_storage(tensor):
+            # It stands for everything written so far: later reads need not look behind it.
+            entry.node = record
+            regions.writes.clear()
+        return record
+
+    @staticmethod
+    def _visible(
+        tensor: Tensor, key: Geometry, writes: Sequence[tuple[Geometry, Record]], base: Optional[Record]
+    ) -> list[Record]:
+        """Of the writes (newest first) those of which a cell of `tensor` is still to be seen."""
+        size = tensor.untyped_storage().nbytes()
+        if size > _LARGEST_MASK:
+            return [node for _, node in writes] + ([base] if base is not None else [])
+        missing = torch.zeros(size, dtype=torch.bool)
+        _cells(missing, key).fill_(True)
+        seen = []
+        for region, node in writes:
+            cells = _cells(missing, region)
+            if bool(cells.any()):
+                seen.append(node)
+                cells.fill_(False)
+        if base is not None and bool(missing.any()):
+            seen.append(base)
+        return seen
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _extent(key: Geometry) -> tuple[int, int]:
+    """First and one past the last byte that a region can touch."""
+    offset, shape, strides, dtype = key
+    if 0 in shape:
+        return 0, 0
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    width = _width(dtype)
+    return offset * width, (last + 1) * width
+
+
+def _may_overlap(one: Geometry, other: Geometry) -> bool:
+    low, high = _extent(one)
+    other_low, other_high = _extent(other)
+    if low >= other_high or other_low >= high:
+        return False
+    return not _interleaved(one, other)
+
+
+def _interleaved(one: Geometry, other: Geometry) -> bool:
+    """Two columns (or other slices of one grid) lie in each other's extent without sharing a cell.
+
+    Let all steps above some threshold be multiples of G and the smaller ones of a region span `inner` cells: then its cells
+    have residues offset ... offset + inner modulo G, and regions whose residues are disjoint share no cell.
+    """
+    if one[3] != other[3]:
+        return False
+    steps = [[(stride, size) for stride, size in zip(key[2], key[1]) if size > 1] for key in (one, other)]
+    shift = other[0] - one[0]
+    for threshold in {stride for pairs in steps for stride, _ in pairs if stride > 0}:
+        grid = math.gcd(*(stride for pairs in steps for stride, _ in pairs if stride >= threshold))
+        inner = [sum((size - 1) * stride for stride, size in pairs if stride < threshold) for pairs in steps]
+        if shift % grid > inner[0] and -shift % grid > inner[1]:
+            return True
+    return False
+
+
+def _cells(mask: Tensor, key: Geometry) -> Tensor:
+    """The bytes of a region as a view on a mask with one cell for each byte of the storage."""
+    offset, shape, strides, dtype = key
+    width = _width(dtype)
+    return mask.as_strided((*shape, width), (*(stride * width for stride in strides), 1), offset * width)
+
+
+_widths: dict[Any, int] = {}
+
+
+def _width(dtype: torch.dtype) -> int:
+    if dtype not in _widths:
+        _widths[dtype] = torch.empty((), dtype=dtype, device="meta").element_size()
+    return _widths[dtype]

@@ -1,0 +1,143 @@
+"""What a tracer works out once for each op: its name, its law, what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any, Callable
+
+import torch
+
+from sherlorch.graph import OpFacts
+from sherlorch.ops import Law, law_of_call, law_of_function, law_of_overload, traits
+from sherlorch.ops.lookup import has_conditional_law
+
+NO_LAW, PERMUTES, SELECTS = 0, 1, 2
+_LAWS = {Law.PERMUTES: PERMUTES, Law.SELECTS: SELECTS}
+
+
+class Plan(OpFacts):
+    """Facts of one op for the recorder."""
+
+    __slots__ = (
+        "arguments", "blind", "bounded", "by_element", "call", "conditional", "func", "ignored", "keeps_old", "law", "lifts", "overwrites",
+        "pointwise", "random", "root", "unmarked", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any, name: str, base: str) -> None:
+        root = traits.root_of(base)
+        moves = base in traits.MOVES or root in traits.MOVES
+        super().__init__(
+            name,
+            base,
+            moves=moves,
+            constant=base in traits.FILLS,
+            uninitialised=base in traits.UNINITIALISED,
+            combines=base in traits.COMBINES or root in traits.COMBINES,
+        )
+        self.root = root
+        self.func = func  # keeps it alive: plans are found by its id
+        self.call: Callable[..., Any] = func
+        self.law = NO_LAW
+        self.conditional = False  # the law depends on the arguments
+        self.blind = traits.ignores_values(base)  # takes tensors for their shape only
+        self.ignored = False  # makes no value: getters of gradients, switches
+        self.bounded = False
+        self.writes: list[tuple[int, str, bool]] = []
+        self.unmarked = base in traits.UNMARKED_WRITES
+        self.overwrites = base in traits.OVERWRITES
+        self.by_element = False  # element i of a list result depends on element i of the lists only
+        self.keeps_old = False
+        self.lifts = False  # makes a tensor of data that the program holds
+        self.pointwise = False
+        self.random = False
+        self.arguments: tuple[str, ...] = ()
+
+    def law_for(self, args: Any, kwargs: Mapping[str, Any]) -> int:
+        """The law of this very call, for a plan whose law is conditional."""
+        law = law_of_call(self.func, args, kwargs)
+        return _LAWS.get(law, NO_LAW) if law is not None else NO_LAW
+
+    def name_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name, in order."""
+        names = self.arguments
+        named = {names[i] if i < len(names) else f"arg{i}": value for i, value in enumerate(args)}
+        return {**named, **kwargs}
+
+
+# In-place ops that lose their input where the lost value is what explains a fault; the others' ranges say enough.
+_CHEAP_IN_PLACE = frozenset({"add", "sub", "mul", "lerp", "addcmul", "addcdiv", "clamp", "relu", "copy", "fill", "zero", "neg", "dropout"})
+
+
+def plan_overload(func: Any, fast: bool) -> Plan:
+    """Plan of an aten (or custom) overload."""
+    base = traits.base_of(func)
+    plan = Plan(func, str(func), base)
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher order operator
+        return plan
+    plan.call = func._op
+    law = law_of_overload(func)
+    plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
+    plan.conditional = fast and law is None and has_conditional_law(func)
+    plan.bounded = law is Law.BOUNDED
+    plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and _views(schema))
+    plan.writes = traits.written_arguments(schema, base)
+    plan.by_element = base.startswith(("_foreach_", "_fused_"))
+    plan.keeps_old = bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
+    plan.pointwise = traits.is_pointwise(func)
+    plan.random = traits.is_random(func)
+    plan.arguments = tuple(argument.name for argument in schema.arguments)
+    return plan
+
+
+def _views(schema: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+
+
+_NO_VALUES = frozenset({"grad", "_grad", "backward", "requires_grad", "_set_grad_enabled", "set_grad_enabled", "register_hook", "retain_grad"})
+_FUNCTION_STATS = frozenset({"batch_norm", "instance_norm"})
+
+
+def plan_function(func: Any, fast: bool) -> Plan:
+    """Plan of a function as the user called it; `writes` only tells that arguments may be written."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    plan = Plan(func, name, name)
+    law = law_of_function(func)
+    # `view` alone takes a dtype where others take sizes.
+    plan.conditional = fast and (has_conditional_law(func) or name == "view")
+    plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
+    plan.bounded = law is Law.BOUNDED
+    plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and plan.root in _SELECTING_VIEWS)
+    plan.ignored = name in _NO_VALUES
+    plan.by_element = name.startswith("_foreach_")
+    plan.unmarked = name in _FUNCTION_STATS
+    in_place = name.endswith("_") and not name.endswith("__")
+    if not plan.ignored and (in_place or name == "__setitem__" or plan.unmarked or _may_write(func)):
+        plan.writes = [(0, "", False)]
+    plan.keeps_old = in_place and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
+    plan.pointwise = _is_pointwise_function(plan.root)
+    plan.random = plan.root in _RANDOM
+    return plan
+
+
+def _may_write(func: Any) -> bool:
+    """Python functions: torch's own write only if asked to work in place; others may do anything."""
+    if not isinstance(func, FunctionType):
+        return False
+    return not func.__module__.startswith("torch.") or "inplace" in func.__code__.co_varnames
+
+
+_SELECTING_VIEWS = frozenset({"index", "select", "narrow", "expand", "expand_as", "unbind", "split", "chunk", "diagonal", "broadcast_to"})
+_RANDOM = frozenset({"dropout", "rrelu", "gumbel_softmax", "bernoulli", "multinomial", "feature_alpha_dropout", "alpha_dropout"})
+
+
+def _is_pointwise_function(root: str) -> bool:
+    packet = getattr(torch.ops.aten, root, None)
+    if packet is None:
+        return False
+    return any(traits.is_pointwise(getattr(packet, overload)) for overload in packet.overloads())

@@ -1,0 +1,387 @@
+"""The object a user holds: options in, nodes, graph and diagnoses out. It owns its mode; its nodes outlive the block."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from sherlorch import health, source
+from sherlorch.diagnosis import Diagnosis, also_seen, diagnose, earliest
+from sherlorch.errors import NonFiniteError, NonFiniteWarning, UntracedTensorError
+from sherlorch.graph import LEAF, OPTIMIZER, OpNode, Record, Scope, origin_of, to_networkx
+from sherlorch.modules import ModuleWatch
+from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
+from sherlorch.tracers.dispatch import DispatchTracer
+from sherlorch.tracers.function import FunctionTracer
+from sherlorch.tracers.recorder import Recorder
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_LEVELS = ("function", "aten")
+_ON_NONFINITE = ("record", "warn", "raise")
+_KEEP = ("all", "nonfinite")
+
+
+def trace(level: str = "function", **options: Any) -> ProvenanceTracker:
+    """Trace the tensors of a ``with`` block: ``level="function"`` sees what you called, ``"aten"`` what ran, backward included.
+
+    Options are those of `ProvenanceTracker`.
+
+    >>> with trace(level="aten") as tracker:
+    ...     loss = torch.log(torch.zeros(3)).sum()
+    >>> tracker.diagnose(loss).culprits[0].op_name
+    'aten.log.default'
+    """
+    return ProvenanceTracker(level, **options)
+
+
+class ProvenanceTracker:
+    """Records every tensor that a program makes while its ``with`` block runs, and names the op that broke one.
+
+    `capture_stack`: the user's line for each node. `fast_shape_ops`: let ops that only move values inherit their state.
+    `check_dtypes`: scan only these floating dtypes. `on_nonfinite`: ``"record"``, ``"warn"`` once for each culprit line, or
+    ``"raise"`` `NonFiniteError` at the op. `keep`: ``"all"``, or ``"nonfinite"`` for bounded memory over any number of steps.
+    Raises ValueError or TypeError for an unknown value.
+    """
+
+    def __init__(
+        self,
+        level: str = "function",
+        *,
+        capture_stack: bool = True,
+        fast_shape_ops: bool = True,
+        check_dtypes: Union[torch.dtype, Iterable[torch.dtype], None] = None,
+        on_nonfinite: str = "record",
+        keep: str = "all",
+        _defer: bool = False,
+    ) -> None:
+        _check_choice("level", level, _LEVELS)
+        _check_choice("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+        _check_choice("keep", keep, _KEEP)
+        _check_bool("capture_stack", capture_stack)
+        _check_bool("fast_shape_ops", fast_shape_ops)
+        self.level = level
+        self.on_nonfinite = on_nonfinite
+        self.keep = keep
+        self._modules = ModuleWatch(self._enter_module)
+        self._module: Optional[str] = None
+        self._scopes: dict[tuple[str, Optional[str]], Scope] = {}
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self._warned: set[Optional[str]] = set()
+        self._steps = 0
+        self._depth = 0
+        self._hooks: list[Any] = []
+        self._fast = fast_shape_ops
+        self._recorder = Recorder(
+            capture_stack=capture_stack,
+            check_dtypes=_check_dtypes(check_dtypes),
+            keep_all=keep == "all",
+            defer=_defer,
+            leaf_name=self._name_leaf,
+            on_fault=None if on_nonfinite == "record" else self._fault,
+        )
+        self._mode = self._make_mode()
+
+    def _make_mode(self) -> Union[DispatchTracer, FunctionTracer]:
+        return (DispatchTracer if self.level == "aten" else FunctionTracer)(self._recorder, self._fast)
+
+    # The block.
+
+    def __enter__(self) -> ProvenanceTracker:
+        if self._depth == 0:
+            if self._recorder.seq:
+                self._recorder.memory.distrust()
+            self._hook_optimizers()
+        self._depth += 1
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], traceback: Optional[TracebackType]
+    ) -> None:
+        try:
+            self._mode.__exit__(kind, error, traceback)
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.unwatch()
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks.clear()
+                self._steps = 0
+                self._set_scope()
+
+    def enable(self) -> None:
+        """Record again after `disable`; what was written meanwhile is read afresh."""
+        if not self._mode.enabled:
+            self._recorder.memory.distrust()
+            self._mode.enabled = True
+
+    def disable(self) -> None:
+        """Stop recording without leaving the block; nodes made so far stay."""
+        self._mode.enabled = False
+
+    def reset(self) -> None:
+        """Forget every node, for instance between steps."""
+        self._recorder.clear()
+        self._warned.clear()
+        self._parameters.clear()
+
+    def watch(self, model: nn.Module, name: str = "model") -> ProvenanceTracker:
+        """Tag nodes with the qualified name of the module that made them, and call parameters and buffers by theirs.
+
+        Hooks `model` and its submodules only; they go with `unwatch` or with the end of the block, on an exception too.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"watch() takes an nn.Module, got {type(model).__name__}: pass the model itself")
+        self._modules.watch(model, name)
+        return self
+
+    def unwatch(self) -> None:
+        """Remove the hooks of `watch`; names and tags given so far stay."""
+        self._modules.unwatch()
+
+    # Where the program is.
+
+    def _enter_module(self, name: Optional[str]) -> None:
+        self._module = name
+        self._set_scope()
+
+    def _set_scope(self) -> None:
+        phase = OPTIMIZER if self._steps else "forward"
+        key = (phase, self._module)
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = Scope(phase, self._module)
+        self._recorder.scope = scope
+
+    def _hook_optimizers(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        def before(*_: Any) -> None:
+            self._steps += 1
+            self._set_scope()
+
+        def after(*_: Any) -> None:
+            self._steps = max(0, self._steps - 1)
+            self._set_scope()
+
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _name_leaf(self, tensor: Tensor) -> str:
+        found = self._modules.name_of(tensor)
+        if tensor.requires_grad and tensor.is_leaf:
+            self._parameters.append(weakref.ref(tensor))
+            if found is None:
+                return "parameter" if isinstance(tensor, nn.Parameter) else ""
+        if found is not None:
+            return f"{found[0]} {found[1]}"
+        return ""
+
+    # Faults as they happen.
+
+    def _fault(self, record: Record) -> None:
+        culprit = self._fault_behind(record)
+        if culprit is None:
+            return
+        report = self._report(diagnose(record))
+        if report.ok:
+            return
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(str(report), report)
+        line = report.culprits[0].location
+        if line not in self._warned:
+            self._warned.add(line)
+            warnings.warn(str(report), NonFiniteWarning, stacklevel=_depth_of_user_frame())
+
+    def _fault_behind(self, record: Record) -> Optional[Record]:
+        """Is this a new fault, rather than one carried on or a value that the program wrote on purpose?"""
+        origin = origin_of(record)
+        if origin in ("introduced", "converted") or (record.extra is not None and record.extra.born):
+            return record
+        if origin == "propagated" and not record.facts.moves:
+            for parent in record.parents:
+                while parent.facts.moves and parent.parents:
+                    parent = parent.parents[0]
+                if parent.bits & LEAF and origin_of(parent) == "outside" and not (parent.extra and parent.extra.mask):
+                    return record
+        return None
+
+    # Answers.
+
+    def has_issue(self, tensor: Tensor) -> bool:
+        """Does the tensor, traced or not, hold a NaN or Inf now?"""
+        return bool(health.examine(_check_tensor(tensor, "has_issue")))
+
+    def node(self, tensor: Tensor) -> OpNode:
+        """The node that the tensor is now; raises `UntracedTensorError` (a KeyError) where there is none."""
+        self._recorder.resolve()
+        return OpNode(self._record_of(_check_tensor(tensor, "node")))
+
+    def _record_of(self, tensor: Tensor) -> Record:
+        tensor = _inner(tensor)
+        gradient_of = self._gradient_owner(tensor) if self.level == "function" else None
+        record = None
+        if gradient_of is None:
+            with health.unseen():
+                record = self._recorder.find(tensor)
+                self._recorder.resolve()
+        if record is None:
+            raise UntracedTensorError(_why_untraced(tensor, self.level, gradient_of, bool(self._recorder.seq)))
+        return record
+
+    def _gradient_owner(self, tensor: Tensor) -> Optional[Tensor]:
+        for reference in self._parameters:
+            owner = reference()
+            if owner is not None and owner.grad is tensor:
+                return owner
+        return None
+
+    @property
+    def graph(self) -> nx.DiGraph:
+        """The provenance graph: nodes are `OpNode.seq`, edges run from input to result, attributes are plain values."""
+        self._recorder.resolve()
+        return to_networkx(self._recorder.records)
+
+    @property
+    def nodes(self) -> list[OpNode]:
+        """Every node kept, in the order of the program."""
+        self._recorder.resolve()
+        return [OpNode(record) for record in self._recorder.records]
+
+    def diagnose(self, tensor: Optional[Tensor] = None) -> DiagnosisReport:
+        """Who made `tensor` non-finite, and why; without a tensor, the earliest fault seen that was not absorbed.
+
+        Raises `UntracedTensorError` (a KeyError) for a tensor that was not traced.
+        """
+        self._recorder.resolve()
+        if tensor is None:
+            return self._diagnose_earliest()
+        _check_tensor(tensor, "diagnose")
+        record = self._record_of(tensor)
+        name = _name_in(sys._getframe(1), tensor) or self._known_name(tensor)
+        notes: tuple[str, ...] = ()
+        now = health.examine(_inner(tensor))
+        if now != record.state and record.dtype in self._recorder.floating:
+            notes = (
+                f"the tensor holds {_words(now)} now but held {_words(record.state)} when it was last seen: "
+                "something wrote it where the tracer did not look",
+            )
+        return self._report(diagnose(record), name, notes)
+
+    def _diagnose_earliest(self) -> DiagnosisReport:
+        fault = earliest(self._recorder.faults)
+        if fault is not None:
+            return self._report(diagnose(fault), "")
+        records = self._recorder.records
+        report = DiagnosisReport(OpNode(records[-1]) if records else None, total_nodes_seen=self._recorder.seq)
+        report.coverage = self._coverage()
+        report.also_seen = self._report(Diagnosis(records[-1])).also_seen if records else []
+        return report
+
+    def _known_name(self, tensor: Tensor) -> str:
+        found = self._modules.name_of(tensor)
+        if found is not None:
+            return found[1]
+        owner = self._gradient_owner(tensor)
+        found = self._modules.name_of(owner) if owner is not None else None
+        return f"{found[1]}.grad" if found is not None else ""
+
+    def _report(self, diagnosis: Diagnosis, name: str = "", notes: tuple[str, ...] = ()) -> DiagnosisReport:
+        recorder = self._recorder
+        also = also_seen(recorder.faults, diagnosis, recorder.records if self.keep == "all" else ())
+        return make_report(
+            diagnosis, nodes=recorder.seq, also=also, coverage=self._coverage(), target_name=name, notes=notes
+        )
+
+    def _coverage(self) -> Coverage:
+        recorder = self._recorder
+        notes = () if self.level == "aten" else ("backward not seen at this level",)
+        return Coverage(recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes)
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """The plain tensor inside a wrapper subclass (DTensor and the like); the tensor itself otherwise."""
+    while type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        if len(names) != 1:
+            return tensor
+        tensor = getattr(tensor, names[0])
+    return tensor
+
+
+def _words(state: int) -> str:
+    return {0: "only finite values", 1: "NaN", 2: "Inf", 3: "NaN and Inf"}[state]
+
+
+def _name_in(frame: FrameType, tensor: Tensor) -> str:
+    """What the caller calls the tensor: a local or global variable, or ``name.grad``."""
+    if source.classify(frame) != source.USER:
+        return ""
+    for scope in (frame.f_locals, frame.f_globals):
+        for name, value in scope.items():
+            if value is tensor and not name.startswith("_"):
+                return name
+            if isinstance(value, Tensor) and value.is_leaf and value.grad is tensor:
+                return f"{name}.grad"
+    return ""
+
+
+def _why_untraced(tensor: Tensor, level: str, gradient_of: Optional[Tensor], traced: bool) -> str:
+    what = f"tensor of shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).replace('torch.', '')}"
+    if gradient_of is not None:
+        return (
+            f"the {what} is a gradient, and level='function' does not see the backward pass: "
+            "trace with sherlorch.trace(level='aten') to diagnose gradients"
+        )
+    if not traced:
+        return f"the {what} has no node: nothing was traced yet; compute it inside `with sherlorch.trace() as tracker:`"
+    hint = "" if level == "aten" else ", and with level='aten' if it was made in the backward pass"
+    return (
+        f"the {what} has no node: it was not made, used or written inside this trace, or it was made before reset(); "
+        f"compute it inside the `with sherlorch.trace(...)` block{hint}"
+    )
+
+
+def _check_tensor(tensor: Any, method: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{method}() takes a torch.Tensor, got {type(tensor).__name__}: pass the tensor itself")
+    return tensor
+
+
+def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{option}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
+
+
+def _check_bool(option: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} takes True or False, got {value!r}")
+
+
+def _check_dtypes(value: Any) -> Optional[frozenset[torch.dtype]]:
+    if value is None:
+        return None
+    dtypes = frozenset([value] if isinstance(value, torch.dtype) else value)
+    for dtype in dtypes:
+        if dtype not in health.FLOATING:
+            raise ValueError(f"check_dtypes takes floating or complex dtypes, got {dtype!r}")
+    return dtypes
+
+
+def _depth_of_user_frame() -> int:
+    """`stacklevel` that points a warning at the user's line."""
+    depth, frame = 1, sys._getframe(1)
+    user = source.user_frame(frame)
+    while frame is not None and frame is not user:
+        frame = frame.f_back  # type: ignore[assignment]
+        depth += 1
+    return depth
