@@ -47,6 +47,7 @@ _PERMUTES = (
         overloads_excluded=frozenset({"view.dtype", "view_copy.dtype"}),
         left_out={
             "view.dtype": "reads the bits as another dtype; so does `Tensor.view(dtype)`",
+            "view_copy.dtype": "reads the bits as another dtype",
             "as_strided": "reaches elements of the storage that are not its input's",
             "set_": "swaps the storage",
             "resize_": "uncovers memory that nobody wrote",

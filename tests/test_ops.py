@@ -1,0 +1,414 @@
+"""The op laws are sound (no call refutes a row), sharp (what is outside breaks) and complete (all is tried)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, find, given, settings
+from hypothesis.errors import NoSuchExample
+from law_strategies import CASES, FLOATING, REAL, PlainMaker, arguments, calls
+
+from sherlorch.ops import (
+    GROUPS,
+    Group,
+    Law,
+    law_of_call,
+    law_of_function,
+    law_of_name,
+    law_of_overload,
+    lookup,
+)
+from sherlorch.ops.law import tensors_in
+
+aten = torch.ops.aten
+REFUSALS = (RuntimeError, IndexError, NotImplementedError, TypeError, ValueError)
+PROFILE = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+def overloads_of(name):
+    """Every overload, in place or not, to which the lookup gives the row of this name."""
+    namespace, _, base = name.rpartition(".")
+    for spelling in (base, f"{base}_"):
+        packet = getattr(getattr(torch.ops, namespace or "aten"), spelling, None)
+        for overload in packet.overloads() if packet else ():
+            found = getattr(packet, overload)
+            if lookup._group_of_overload(found) is not None and "Dimname" not in str(found._schema):
+                yield found
+
+
+FUNCTIONS = {
+    f"{name}-{number}": (name, function)
+    for group in GROUPS
+    for name in group.function_names
+    for number, function in enumerate(dict.fromkeys(lookup._functions_called(name)))
+}
+OVERLOADS = {
+    str(overload): (name, overload)
+    for group in GROUPS
+    for name in group.aten_names
+    for overload in overloads_of(name)
+}
+ROWS = {**FUNCTIONS, **OVERLOADS}
+
+
+def called(function, args, kwargs):
+    """The tensors it returns, or None where it refuses these arguments."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return [tensor.resolve_neg() for tensor in tensors_in((function(*args, **kwargs),), {})]
+        except REFUSALS:
+            return None
+
+
+def flags(tensor):
+    """`(has NaN, has Inf)`."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False, False
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    wide = plain.to(torch.float64)
+    return bool(wide.isnan().any()), bool(wide.isinf().any())
+
+
+def refutes(law, function, args, kwargs):
+    """Whether this call breaks the law."""
+    before = [flags(tensor) for tensor in tensors_in(args, kwargs)]
+    state = any(nan for nan, _ in before), any(inf for _, inf in before)
+    results = called(function, args, kwargs)
+    if results is None:
+        return False
+    after = [flags(tensor) for tensor in results if tensor.is_floating_point() or tensor.is_complex()]
+    if law is Law.PERMUTES:
+        return any(result != state for result in after)
+    return not any(state) and any(any(result) for result in after)
+
+
+@functools.cache
+def fitting(row):
+    """The `(recipe, dtype)` pairs that this row accepts and to which the lookup gives a law."""
+    name, function = ROWS[row]
+    pairs = []
+    for recipe in CASES[name]:
+        for dtype in FLOATING:
+            args, kwargs = arguments(recipe, PlainMaker(dtype))
+            law = law_of_call(function, args, kwargs)
+            if law is not None and called(function, args, kwargs) is not None:
+                pairs.append((recipe, dtype))
+    return pairs
+
+
+def test_each_row_exists_and_has_a_recipe() -> None:
+    rows = {name for group in GROUPS for name in (*group.function_names, *group.aten_names)}
+    assert rows == set(CASES)
+    assert {name for name, _ in FUNCTIONS.values()} == {n for g in GROUPS for n in g.function_names}
+    assert {name for name, _ in OVERLOADS.values()} == {n for g in GROUPS for n in g.aten_names}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_row_is_sound(row: str) -> None:
+    _, function = ROWS[row]
+    assert fitting(row), f"no recipe fits {row}"
+    law = law_of_call(function, *arguments(fitting(row)[0][0], PlainMaker(fitting(row)[0][1])))
+
+    @settings(max_examples=10, **PROFILE)
+    @given(calls(fitting(row), law is Law.PERMUTES))
+    def nothing_refutes(call):
+        args, kwargs = call
+        found = law_of_call(function, args, kwargs)
+        assert found in (law, None)
+        assert found is None or not refutes(law, function, args, kwargs)
+
+    nothing_refutes()
+
+
+WITNESSES = {
+    Law.PERMUTES: {
+        "a part of it": (torch.narrow, lambda m: (m.x(3), 0, 1, 2)),
+        "expand to nothing": (torch.Tensor.expand, lambda m: (m.x(1), m.size())),
+        "complex": (torch.complex, lambda m: m.pair()),
+        "tril": (torch.tril, lambda m: (m.x(2, 2),)),
+        "the bits of another dtype": (torch.Tensor.view, lambda m: (m.flat(2), torch.bfloat16)),
+        "cat with promotion": (torch.cat, lambda m: ([m.x(2), torch.tensor([100_000])],)),
+        "a cast": (torch.Tensor.to, lambda m: (m.x(2), torch.float16)),
+    },
+    Law.SELECTS: {
+        "add": (torch.add, lambda m: m.pair()),
+        "median of nothing": (torch.median, lambda m: (m.x(m.size()),)),
+        "pad": (F.pad, lambda m: (m.x(2), (1, 1), "constant", math.inf)),
+        "masked_fill": (torch.masked_fill, lambda m: (m.x(2), m.mask(2), -math.inf)),
+        "where with a number": (torch.where, lambda m: (m.mask(2), m.x(2), math.inf)),
+        "where with promotion": (
+            torch.where,
+            lambda m: (m.mask(2), m.x(2), torch.tensor(1e300, dtype=torch.float64)),
+        ),
+        "slice_scatter with a cast": (torch.slice_scatter, lambda m: (m.x(2), m.x(2).double() * 1e300)),
+        "scatter with reduce": (
+            torch.scatter,
+            lambda m: (m.x(2), 0, m.index(2, 2), m.x(2), {"reduce": "multiply"}),
+        ),
+        "index_put that adds": (torch.index_put, lambda m: (m.x(2), (m.index(2, 2),), m.x(2), True)),
+    },
+    Law.BOUNDED: {
+        "exp": (torch.exp, lambda m: (m.any(),)),
+        "square": (torch.square, lambda m: (m.any(),)),
+        "sinc": (torch.sinc, lambda m: (m.any(),)),
+        "selu": (torch.selu, lambda m: (m.any(),)),
+        "hardswish": (F.hardswish, lambda m: (m.any(),)),
+        "log_softmax": (torch.log_softmax, lambda m: (m.x(2, 2), 0)),
+        "mean": (torch.mean, lambda m: (m.any(),)),
+        "round to decimals": (torch.round, lambda m: (m.any(), {"decimals": 2})),
+        "clamp to infinity": (torch.clamp, lambda m: (m.any(), math.inf)),
+        "softmax with a cast": (torch.softmax, lambda m: (m.x(2), 0, torch.float16)),
+        "max_pool with gaps": (F.max_pool1d, lambda m: (m.x(1, 1, 9), 2, 1, 1, 10)),
+        "abs of a complex number": (torch.abs, lambda m: (torch.complex(m.x(2).float(), m.x(2).float()),)),
+    },
+}
+
+
+@pytest.mark.parametrize(("law", "name"), [(law, name) for law, names in WITNESSES.items() for name in names])
+def test_the_same_strategy_breaks_what_is_outside_the_law(law: Law, name: str) -> None:
+    function, recipe = WITNESSES[law][name]
+    strategy = calls([(recipe, dtype) for dtype in REAL], law is Law.PERMUTES)
+
+    args, kwargs = find(
+        strategy,
+        lambda call: refutes(law, function, *call),
+        settings=settings(max_examples=500, **PROFILE),
+    )
+
+    assert law_of_call(function, args, kwargs) is not law
+
+
+def test_a_witness_that_obeys_is_not_found() -> None:
+    strategy = calls([(lambda m: (m.any(),), torch.float32)], False)
+    with pytest.raises(NoSuchExample):
+        find(strategy, lambda call: refutes(Law.BOUNDED, torch.tanh, *call), settings=settings(**PROFILE))
+
+
+UNARY = {
+    name: function
+    for name, function in FUNCTIONS.values()
+    if law_of_function(function) is Law.BOUNDED
+    and not name.endswith("softmax")
+    and name not in ("glu", "softmin")
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bounded_function_is_finite_at_every_short_float(name: str, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = every[every.isfinite()]
+    for values in (finite, finite.float(), finite.double()):
+        assert not refutes(Law.BOUNDED, UNARY[name], (values.clone(),), {}), values.dtype
+
+
+@pytest.mark.parametrize(
+    ("func", "law"),
+    [
+        (torch.reshape, Law.PERMUTES),
+        (torch.Tensor.reshape, Law.PERMUTES),
+        (torch.Tensor.T.__get__, Law.PERMUTES),
+        (torch.Tensor.data.__get__, Law.PERMUTES),
+        (torch.Tensor.real.__get__, Law.SELECTS),
+        (torch.Tensor.__getitem__, Law.SELECTS),
+        (torch.split, Law.SELECTS),
+        (torch.Tensor.split, Law.SELECTS),
+        (F.softmax, Law.BOUNDED),
+        (F.gelu, None),
+        (F.relu_, Law.BOUNDED),
+        (torch.special.expit, Law.BOUNDED),
+        (torch.Tensor.grad.__get__, None),
+        (torch.Tensor.shape.__get__, None),
+        (torch.Tensor.to, None),
+        (torch.Tensor.copy_, None),
+        (torch.Tensor.__setitem__, None),
+        (torch.as_strided, None),
+        (torch.cat, None),  # of two dtypes it promotes
+        (torch.where, None),
+        (torch.clamp, None),
+        (aten.view.default, Law.PERMUTES),
+        (aten.view, None),
+    ],
+)
+def test_law_of_function(func: object, law: Law | None) -> None:
+    assert law_of_function(func) is law
+
+
+def test_a_function_of_the_user_has_no_law() -> None:
+    def view(tensor):
+        return tensor / 0
+
+    class Unhashable:
+        __hash__ = None
+
+        def view(self):
+            return None
+
+    view.__module__ = "torch"
+    assert law_of_function(view) is None
+    assert law_of_call(Unhashable().view, (torch.ones(2),)) is None
+    assert law_of_call(Unhashable(), (torch.ones(2),)) is None
+
+
+@pytest.mark.parametrize(
+    ("overload", "law"),
+    [
+        (aten.view.default, Law.PERMUTES),
+        (aten.view.dtype, None),
+        (aten._unsafe_view.default, Law.PERMUTES),
+        (aten.transpose.int, Law.PERMUTES),
+        (aten.t_.default, Law.PERMUTES),
+        (aten.detach.default, Law.PERMUTES),
+        (aten.clone.default, Law.PERMUTES),
+        (aten.clone.out, None),
+        (aten._to_copy.default, None),
+        (aten.copy_.default, None),
+        (aten.expand.default, Law.SELECTS),
+        (aten.slice.Tensor, Law.SELECTS),
+        (aten.slice_backward.default, Law.SELECTS),
+        (aten.embedding.default, Law.SELECTS),
+        (aten.embedding_dense_backward.default, None),
+        (aten.scatter.src, Law.SELECTS),
+        (aten.scatter_.src, Law.SELECTS),
+        (aten.scatter.value, None),
+        (aten.scatter.reduce, None),
+        (aten.max.dim, Law.SELECTS),
+        (aten.max.other, None),
+        (aten.sort.values, None),
+        (aten.sort.int, None),
+        (aten.masked_fill.Scalar, None),
+        (aten.masked_fill.Tensor, None),
+        (aten.index_fill.int_Scalar, None),
+        (aten.constant_pad_nd.default, None),
+        (aten.as_strided.default, None),
+        (aten.relu_.default, Law.BOUNDED),
+        (aten._softmax.default, Law.BOUNDED),
+        (aten.softmax.int, None),  # takes a dtype
+        (aten._log_softmax.default, None),
+        (aten.add.Tensor, None),
+        (aten.cat.default, None),  # of two dtypes it promotes
+        (aten.where.self, None),
+        (torch.ops.prims.transpose.default, Law.PERMUTES),
+        (torch.ops.prims.convert_element_type.default, None),
+    ],
+)
+def test_law_of_overload(overload: torch._ops.OpOverload, law: Law | None) -> None:
+    assert law_of_overload(overload) is law
+    assert law_of_name(str(overload)) is law
+
+
+def test_only_the_namespaces_of_torch_have_laws() -> None:
+    library = torch.library.Library("sherlorch_test_ops", "DEF")
+    library.define("view(Tensor x) -> Tensor")
+    assert law_of_overload(torch.ops.sherlorch_test_ops.view.default) is None
+
+
+half, single, double = torch.ones(2).half(), torch.ones(2), torch.tensor(1e300, dtype=torch.float64)
+mask, places = torch.tensor([True, False]), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "law"),
+    [
+        (torch.Tensor.view, (single, [2]), {}, Law.PERMUTES),
+        (torch.Tensor.view, (single, torch.int32), {}, None),
+        (torch.Tensor.view, (single,), {"dtype": torch.int32}, None),
+        (torch.cat, ([single, single],), {}, Law.PERMUTES),
+        (torch.cat, (), {"tensors": [single, single]}, Law.PERMUTES),
+        (torch.cat, ([half, single],), {}, None),
+        (torch.cat, ([single, single],), {"out": half}, None),
+        (aten.cat.default, ([single, single], 0), {}, Law.PERMUTES),
+        (aten.cat.default, ([half, places],), {}, None),
+        (torch.where, (mask, single, single), {}, Law.SELECTS),
+        (torch.where, (mask, single, double), {}, None),
+        (torch.where, (mask, single, math.inf), {}, None),
+        (aten.where.self, (mask, half, half), {}, Law.SELECTS),
+        (torch.scatter, (single, 0, places, single), {}, Law.SELECTS),
+        (torch.scatter, (single, 0, places), {"src": single}, Law.SELECTS),
+        (torch.scatter, (single, 0, places, 1.0), {}, None),
+        (torch.scatter, (single, 0, places), {"value": math.inf}, None),
+        (torch.scatter, (single, 0, places, single), {"reduce": "add"}, None),
+        (torch.Tensor.index_put_, (single, (places,), single), {}, Law.SELECTS),
+        (torch.Tensor.index_put_, (single, (places,), single), {"accumulate": True}, None),
+        (F.embedding, (places, torch.ones(2, 2)), {"max_norm": None}, Law.SELECTS),
+        (F.embedding, (places, torch.ones(2, 2)), {"max_norm": 1.0}, None),
+        (F.embedding, (places, torch.ones(2, 2), None, 1.0), {}, None),
+        (torch.clamp, (single, -1, 1), {}, Law.BOUNDED),
+        (torch.clamp, (single,), {"max": math.inf}, None),
+        (torch.clamp, (half, -1e5), {}, None),
+        (torch.clamp, (places, 0.5), {}, Law.BOUNDED),
+        (torch.clamp, (single, math.nan), {}, None),
+        (torch.clamp, (single, double), {}, None),
+        (F.max_pool2d, (single, 2), {"dilation": (1, 1)}, Law.BOUNDED),
+        (F.max_pool2d, (single, 2), {"dilation": 2}, None),
+        (aten.max_pool2d_with_indices.default, (single, [2, 2], [2, 2], [0, 0], [1, 2]), {}, None),
+        (torch.round, (single,), {}, Law.BOUNDED),
+        (torch.round, (single,), {"decimals": 1}, None),
+        (F.softmax, (single, 0, 3), {"dtype": None}, Law.BOUNDED),
+        (F.softmax, (single, 0), {"dtype": torch.float16}, None),
+        (torch.sin, (single,), {"out": half}, None),
+        (torch.sin, (torch.ones(1, dtype=torch.complex64),), {}, None),
+        (torch.Tensor.add, (single, single), {}, None),
+    ],
+)
+def test_law_of_call(func: object, args: tuple, kwargs: dict, law: Law | None) -> None:
+    assert law_of_call(func, args, kwargs) is law
+
+
+@pytest.mark.parametrize(
+    ("op_name", "law"),
+    [
+        ("view", Law.PERMUTES),
+        ("relu_", Law.BOUNDED),
+        ("cat", None),
+        ("aten.no_such_op.default", None),
+        ("", None),
+    ],
+)
+def test_law_of_name(op_name: str, law: Law | None) -> None:
+    assert law_of_name(op_name) is law
+
+
+def group(**changes):
+    return Group(
+        **{"law": Law.SELECTS, "equation": "y = x", "proof": "Nothing is done.", "names": ("x",)} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"law": "selects"}, r"must be a Law such as Law\.SELECTS, got 'selects'"),
+        ({"names": "view"}, r"must be a tuple of str such as \('view', 'reshape'\), got 'view'"),
+        ({"aten": (aten.view,)}, r"must be a tuple of str"),
+        ({"condition": True}, r"condition must be callable with .*, got True"),
+        ({"names": ()}, r"'y = x' names none"),
+    ],
+)
+def test_a_wrong_group_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        group(**changes)
+
+
+def test_a_second_row_of_one_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`x` has two rows, in 'y = x' and in 'y = 2x': remove one"):
+        lookup._index([("x", group()), ("x", group(equation="y = 2x"))])
+
+
+def test_each_group_gives_its_reason() -> None:
+    for each in GROUPS:
+        assert each.equation
+        assert each.proof.endswith(".")
+        assert not set(each.left_out) & {*each.function_names, *each.aten_names}
+        assert each.overloads_excluded <= set(each.left_out)
