@@ -9,11 +9,12 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up. A name is a module or a package below `sherlorch`; "" is the facade.
 LAYERS = [
-    {"errors", "health"},
-    {"source", "modules", "ops", "graph"},
-    {"explain"},
-    {"diagnosis", "checks"},
+    {"errors", "compat", "health"},
+    {"evidence", "source", "modules", "ops"},
+    {"graph", "capture"},
+    {"explain", "diagnosis", "checks"},
     {"tracers", "reports"},
+    {"tracker"},
     {"passes", "callbacks", "guard", "replay"},
     {""},
     {"demo"},
