@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
-from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Record, location_of, origin_of
+from sherlorch.graph import CONSTANT, CONSUMED, GRAPH, LEAF, Record, location_of, origin_of
 from sherlorch.health import NAN, NONFINITE
 
+_MOST_SUSPECTS = 100
 _BLAMED = ("introduced", "outside", "uninitialised")
 
 
@@ -175,15 +176,28 @@ def _after(records: Sequence[Record], seq: int) -> Iterable[Record]:
     return (records[i] for i in range(low, len(records)))
 
 
-def earliest(faults: Iterable[Record]) -> Optional[Record]:
-    """The first record at which something went wrong that was not absorbed later on; None where all is well."""
+def earliest(faults: Iterable[Record], backward_seen: bool = True) -> Optional[Record]:
+    """The first record at which something went wrong that was not absorbed later on; None where all is well.
+
+    Where the backward pass was not seen, an absorbed fault that autograd differentiates through is suspect too.
+    """
     ordered = sorted(faults, key=lambda record: record.seq)
     lasting: set[Record] = set()
     for record in reversed(ordered):
         if not record.bits & CONSUMED or record in lasting:
             lasting.add(record)
             lasting.update(parent for parent in record.parents if parent.bits & NONFINITE)
-    for record in ordered:
-        if record in lasting and (_is_fault(record) or origin_of(record) == "converted"):
+    wrong = [record for record in ordered if _went_wrong(record)]
+    for record in wrong:
+        if record in lasting:
             return record
-    return None
+    if backward_seen:
+        return None
+    suspects = [record for record in ordered if record.bits & GRAPH][:_MOST_SUSPECTS]
+    return next((record for record in suspects if any(map(_went_wrong, diagnose(record).culprits))), None)
+
+
+def _went_wrong(record: Record) -> bool:
+    if record.facts.uninitialised and record.extra is None:
+        return False  # never read
+    return _is_fault(record) or origin_of(record) == "converted"

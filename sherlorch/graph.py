@@ -24,6 +24,7 @@ PENDING = 128  # the state is still on the device
 CONSUMED = 256  # non-finite, and some later call took it as input
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+GRAPH = 512  # non-finite, and autograd will differentiate through it
 
 
 class Scope:

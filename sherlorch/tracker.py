@@ -74,7 +74,7 @@ class ProvenanceTracker:
         self._modules = ModuleWatch(self._enter_module)
         self._module: Optional[str] = None
         self._scopes: dict[tuple[str, Optional[str]], Scope] = {}
-        self._parameters: list[weakref.ref[Tensor]] = []
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._warned: set[Optional[str]] = set()
         self._steps = 0
         self._depth = 0
@@ -86,6 +86,8 @@ class ProvenanceTracker:
             keep_all=keep == "all",
             defer=_defer,
             leaf_name=self._name_leaf,
+            is_gradient=lambda tensor: level == "function" and self._gradient_owner(tensor) is not None,
+            note_gradient=self._note_parameter,
             on_fault=None if on_nonfinite == "record" else self._fault,
         )
         self._mode = self._make_mode()
@@ -179,12 +181,17 @@ class ProvenanceTracker:
     def _name_leaf(self, tensor: Tensor) -> str:
         found = self._modules.name_of(tensor)
         if tensor.requires_grad and tensor.is_leaf:
-            self._parameters.append(weakref.ref(tensor))
+            self._note_parameter(tensor)
             if found is None:
                 return "parameter" if isinstance(tensor, nn.Parameter) else ""
         if found is not None:
             return f"{found[0]} {found[1]}"
         return ""
+
+    def _note_parameter(self, tensor: Tensor) -> None:
+        known = self._parameters.get(id(tensor))
+        if known is None or known() is not tensor:
+            self._parameters[id(tensor)] = weakref.ref(tensor)
 
     # Faults as they happen.
 
@@ -239,7 +246,7 @@ class ProvenanceTracker:
         return record
 
     def _gradient_owner(self, tensor: Tensor) -> Optional[Tensor]:
-        for reference in self._parameters:
+        for reference in self._parameters.values():
             owner = reference()
             if owner is not None and owner.grad is tensor:
                 return owner
@@ -278,7 +285,7 @@ class ProvenanceTracker:
         return self._report(diagnose(record), name, notes)
 
     def _diagnose_earliest(self) -> DiagnosisReport:
-        fault = earliest(self._recorder.faults)
+        fault = earliest(self._recorder.faults, backward_seen=self.level == "aten")
         if fault is not None:
             return self._report(diagnose(fault), "")
         records = self._recorder.records

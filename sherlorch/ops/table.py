@@ -183,8 +183,10 @@ _SELECTS = (
         left_out={
             "scatter.value": _FILL,
             "scatter.reduce": _ADDS,
+            "scatter.value_reduce": _FILL,
             "scatter_add": _ADDS,
-            "scatter_reduce": _ADDS,
+            "scatter.reduce": _ADDS,
+            "scatter.value_reduce": _FILL,
             "index_add": _ADDS,
             "as_strided_scatter": "reaches elements of the storage that are not its input's",
         },

@@ -35,10 +35,8 @@ MOVES = frozenset(
 COMBINES = frozenset(
     {
         "sum", "mean", "prod", "norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm", "var", "std", "var_mean", "std_mean",
-        "logsumexp", "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "nansum", "nanmean", "cumsum", "cumprod",
-        "logcumsumexp", "cummax", "cummin", "mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "__matmul__", "__rmatmul__", "linear",
-        "mv", "addmv", "dot", "vdot", "einsum", "tensordot", "inner", "conv1d", "conv2d", "conv3d", "convolution", "_softmax", "softmax",
-        "_log_softmax", "log_softmax", "trace", "dist", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy",
+        "logsumexp", "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "nansum", "nanmean", "mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "__matmul__", "__rmatmul__", "linear",
+        "mv", "addmv", "dot", "vdot", "einsum", "tensordot", "inner", "conv1d", "conv2d", "conv3d", "convolution", "trace", "dist", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy",
         "nll_loss", "nll_loss_forward", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss", "_ctc_loss",
     }
 )  # fmt: skip

@@ -157,7 +157,7 @@ def _path(path: Sequence[OpNode], target_name: str) -> str:
 
 
 def _step(node: OpNode) -> str:
-    name = node.name or (node.autograd_node if node.phase == "backward" else None) or traits.root_of(node._record.facts.base)
+    name = node.name or ("input" if node._record.facts.base == "leaf" else "") or (node.autograd_node if node.phase == "backward" else None) or traits.root_of(node._record.facts.base)
     return f"{name} [Inf -> NaN]" if node.origin == "converted" else name
 
 

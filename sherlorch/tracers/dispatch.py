@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherlorch import health
+from sherlorch.compat import CAN_MARK, never_compile
 from sherlorch.errors import NonFiniteError
 from sherlorch.tracers.plan import Plan, plan_overload
 from sherlorch.tracers.recorder import Recorder
@@ -28,9 +29,8 @@ class DispatchTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the handler so that Dynamo never compiles it, at a microsecond per call. Dynamo does not
-        # compile anything while a dispatch mode is active, so there is nothing to guard against.
-        return False
+        # The default wraps the handler so that Dynamo never compiles it, at a microsecond per call; the mark below costs none.
+        return not CAN_MARK
 
     def __enter__(self) -> DispatchTracer:
         # Scans must not show up in a mode further out.
@@ -60,4 +60,5 @@ class DispatchTracer(TorchDispatchMode):
         return out
 
 
+never_compile(DispatchTracer.__torch_dispatch__.__code__)
 _DISABLED = torch._C._disabled_torch_dispatch_impl

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sherlorch import health
+from sherlorch.compat import never_compile
 from sherlorch.errors import NonFiniteError
 from sherlorch.tracers.plan import Plan, plan_function
 from sherlorch.tracers.recorder import SCALAR, Recorder, kind_of, kinds
@@ -36,9 +37,13 @@ class FunctionTracer(TorchFunctionMode):
             plan = self._plans[func] = plan_function(func, self._fast)
         if not self.enabled:
             return func(*args, **(kwargs or {}))
+        if plan.base == "backward" and args and isinstance(args[0], Tensor):
+            self.recorder.note_backward(plan, args[0])
         if plan.writes or (kwargs and "out" in kwargs):
             return self.recorder.call_writing(plan, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
+        if plan.base == "grad" and isinstance(out, Tensor):
+            self.recorder.note_gradient(args[0])
         kind = kinds.get(type(out))
         if kind is None:
             kind = kind_of(type(out))
@@ -50,6 +55,9 @@ class FunctionTracer(TorchFunctionMode):
             except Exception as problem:
                 self.recorder.miss(plan, problem)
         return out
+
+
+never_compile(FunctionTracer.__torch_function__.__code__)
 
 
 def _scan(tensor: Tensor) -> int:

@@ -83,7 +83,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.bounded = law is Law.BOUNDED
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and _views(schema))
     plan.writes = traits.written_arguments(schema, base)
-    plan.by_element = base.startswith(("_foreach_", "_fused_"))
+    plan.by_element = base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     plan.keeps_old = bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)

@@ -7,7 +7,10 @@ serves the rare calls. Nothing is decided while recording that can be decided la
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -19,7 +22,7 @@ from sherlorch.capture import capture
 from sherlorch.errors import NonFiniteError
 from sherlorch.evidence import Evidence
 from sherlorch.graph import (
-    ALIAS, BACKWARD, CONSTANT, CONSUMED, FORWARD, GRADIENT, INHERITED, LEAF, OPTIMIZER, PENDING, RECOMPUTE, Extra, OpFacts, Record, Scope,
+    ALIAS, BACKWARD, CONSTANT, CONSUMED, FORWARD, GRADIENT, GRAPH, INHERITED, LEAF, OPTIMIZER, PENDING, RECOMPUTE, Extra, OpFacts, Record, Scope, location_of,
 )  # fmt: skip
 from sherlorch.health import INF, NAN, NONFINITE
 from sherlorch.ops import traits
@@ -34,6 +37,7 @@ _WORTH_KEEPING = 4096  # elements up to which an in-place op's input is copied w
 _MOST_RERUNS = 2000
 _PENDING_LIMIT = 4096
 _LINKS_KEPT = 200_000
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 _current_autograd_node = torch._C._current_autograd_node
 _get_sequence_nr = torch.autograd._get_sequence_nr
@@ -102,6 +106,8 @@ class Recorder:
         defer: bool = False,
         leaf_name: Callable[[Tensor], str] = lambda tensor: "",
         on_fault: Optional[Callable[[Record], None]] = None,
+        is_gradient: Callable[[Tensor], bool] = lambda tensor: False,
+        note_gradient: Callable[[Tensor], None] = lambda owner: None,
     ) -> None:
         self.capture_stack = capture_stack
         self.floating = health.FLOATING if check_dtypes is None else frozenset(check_dtypes)
@@ -109,6 +115,8 @@ class Recorder:
         self.defer = defer  # treat every device as an accelerator
         self.leaf_name = leaf_name
         self.on_fault = on_fault
+        self.is_gradient = is_gradient
+        self.note_gradient = note_gradient
         self.scan = health.scan
         self.forward_scope = self.scope = Scope(FORWARD)
         self._backward = Scope(BACKWARD)
@@ -130,7 +138,7 @@ class Recorder:
         self.links: list[Optional[Record]] = []
         self.links_start = self.sequence
         self.pending: list[tuple[Record, Any, bool]] = []
-        self.made_at: dict[int, tuple[Any, int]] = {}
+        self.last_backward: Optional[tuple[Plan, Record, Site]] = None
 
     # The common way: an op that writes none of its arguments.
 
@@ -239,6 +247,8 @@ class Recorder:
             return self._add_loose(plan, args, kwargs, out, parents, bits, Site(code, instruction, scope, link, autograd), call)
         entry = self.table.get(storage._cdata)
         if entry is not None and any(out is arg for arg in args):
+            if plan.lifts:
+                self._name_lifted(parents[0], code, instruction)
             return None
         dtype = out.dtype
         device = CPU if out.is_cpu else out.device
@@ -271,6 +281,13 @@ class Recorder:
         )
         if keep:
             self.records.append(record)
+        if plan.lifts and state & NONFINITE and not parents:
+            record.bits = record.bits & ~CONSTANT | LEAF
+            record.extra = Extra(evidence=_leaf_evidence(out))
+            record.code = None
+            self._name_lifted(record, code, instruction)
+        if state & NONFINITE and out.requires_grad:
+            record.bits |= GRAPH
         if entry is None:
             self.memory.start(out, record)
         else:
@@ -366,6 +383,10 @@ class Recorder:
         user = source.user_frame(frame) if self.capture_stack else None
         return Site(user.f_code if user is not None else None, user.f_lasti if user is not None else 0, self.scope, None, None)
 
+    def note_backward(self, plan: Plan, loss: Tensor) -> None:
+        """Function level: gradients seen from now on come from this call."""
+        self.last_backward = (plan, self.node_of(loss), self.site(2))
+
     # Ops that write.
 
     def call_writing(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -408,6 +429,8 @@ class Recorder:
             self.seq, call or self.seq, plan, target.shape, target.dtype, CPU if target.is_cpu else target.device, state,
             parents if keep else (), site.code, site.instruction, scope, site.link, site.autograd, extra,
         )  # fmt: skip
+        if plan.base == _UNSCALE:
+            record.bits |= CONSUMED  # GradScaler has noticed and will skip the step
         if keep:
             self.records.append(record)
         if held is None:
@@ -456,8 +479,11 @@ class Recorder:
         name = self.leaf_name(tensor)
         extra = Extra(name) if name or state & NONFINITE else None
         if state & NONFINITE and extra is not None:
-            extra.evidence = Evidence((), health.describe(tensor, name or "leaf"), health.first_bad_index(tensor))
+            extra.evidence = _leaf_evidence(tensor)
             extra.mask = _is_mask(extra.evidence.result)
+            born = self._gradient_of_backward(tensor, state, extra)
+            if born is not None:
+                return born
         self.seq += 1
         record = Record(
             self.seq, self.seq, _LEAF, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device, state | LEAF, (), None, 0,
@@ -470,6 +496,28 @@ class Recorder:
         elif state & PENDING:
             self._wait(record, tensor, False)
         return record
+
+    def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra) -> Optional[Record]:
+        """At function level a bad gradient comes out of the `backward` call, which is one node there."""
+        if self.last_backward is None or not self.is_gradient(tensor):
+            return None
+        plan, loss, site = self.last_backward
+        self.seq += 1
+        record = Record(
+            self.seq, self.seq, plan, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device, state | GRADIENT, (loss,),
+            site.code, site.instruction, self._backward, None, None, extra,
+        )  # fmt: skip
+        self.records.append(record)
+        self.faults.append(record)
+        return record
+
+    def _name_lifted(self, leaf: Record, code: Any, instruction: int) -> None:
+        """A leaf of data in the program: it has the line that made it for a name; a lone number is a constant."""
+        if not leaf.bits & NONFINITE or leaf.extra is None:
+            return
+        leaf.extra.name = "tensor made" + (f" at {source.location_of(code, instruction)}" if code is not None else "")
+        if not leaf.shape:
+            leaf.bits |= CONSTANT
 
     def _merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
         mark_consumed(parts)
@@ -516,7 +564,7 @@ class Recorder:
 
     def _evidence(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> Optional[Evidence]:
         try:
-            with health.unseen():
+            with health.unseen(), _quiet():
                 return capture(plan.root, plan.name_arguments(args, kwargs), out, old=old or {})
         except Exception as problem:
             self.miss(plan, problem, "evidence of ")
@@ -529,7 +577,7 @@ class Recorder:
             return 0
         self.reruns += 1
         try:
-            with health.unseen():
+            with health.unseen(), _quiet():
                 return newly_bad(plan, args, kwargs, out, old or {})
         except Exception as problem:
             self.miss(plan, problem, "a second look at ")
@@ -552,7 +600,12 @@ class Recorder:
             seen = parent
             while seen.facts.moves and seen.parents:
                 seen = next((p for p in seen.parents if p.bits & NONFINITE), seen.parents[0])
-            if seen.bits & LEAF and seen.bits & NONFINITE and seen.code is None and user.code is not None:
+            if user.code is None or not seen.bits & NONFINITE:
+                continue
+            if seen.bits & LEAF and seen.code is None:
+                seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
+            elif seen.facts.uninitialised and seen.extra is None:
+                seen.extra = Extra(f"memory of {seen.facts.base}" + (f" at {location_of(seen)}" if seen.code is not None else ""))
                 seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
 
     def miss(self, plan: OpFacts, problem: BaseException, what: str = "") -> None:
@@ -608,6 +661,10 @@ class _Writing:
         # Inputs are looked up before the call: afterwards their memory may hold something else.
         self.inputs = [(value, self._nodes(value, written)) for value in (*args, *kwargs.values())]
         self.old = self._keep_old()
+        for target, _, reads in self.targets:
+            known = None if reads else recorder.find(target)
+            if known is not None:
+                mark_consumed([known])
 
     def _find_targets(self) -> Iterator[tuple[Tensor, int, bool]]:
         """(tensor, its place in a list or -1, is its old value an input) of each written argument."""
@@ -750,6 +807,22 @@ def _numbers_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _numbers_in(item)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Computing something again must not warn the user again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _leaf_evidence(tensor: Tensor) -> Evidence:
+    index = health.first_bad_index(tensor)
+    stats = health.describe(tensor, "tensor")
+    if index is not None:
+        stats = replace(stats, at=health.value_at(tensor, index, tensor.shape))
+    return Evidence((), stats, index)
 
 
 def _is_mask(stats: health.TensorStats) -> bool:

@@ -60,6 +60,8 @@ def _rerun(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> i
     positional = [value for name, value in inputs.items() if name not in kwargs]
     keywords = {name: value for name, value in inputs.items() if name in kwargs}
     again = plan.call(*tree_map(_repaired, positional), **tree_map(_repaired, keywords))
+    if again is None:
+        return 0
     results = [again] if isinstance(again, Tensor) else [item for item in again if isinstance(item, Tensor)]
     for result in results:
         if result.shape == out.shape and result.dtype == out.dtype and result.layout is torch.strided:
