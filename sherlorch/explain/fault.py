@@ -44,8 +44,8 @@ class Fault:
 
     @cached_property
     def name(self) -> str:
-        """`op` in its one spelling: `_softmax` is softmax, `__rtruediv__` is div."""
-        return plain_name(self.op)
+        """`op` in its one spelling: `_softmax` is softmax, `__rtruediv__` is div, `SqrtBackward0` is sqrt."""
+        return plain_name(_forward_of(self.op) if "Backward" in self.op else self.op)
 
     @cached_property
     def derivative_of(self) -> frozenset[str]:
@@ -89,6 +89,19 @@ class Fault:
         if value is None and row is not None and row.numel:
             return row.zeros > 0 or (row.min is None and not row.nonfinite)
         return value is None or value == 0
+
+    def may_vanish(self, position: int) -> bool:
+        """Zero as far as is known, or so small that dividing by it overflows."""
+        value = self.operand(position)
+        return self.may_be_zero(position) or (self.has_inf and value is not None and abs(value) < 1e-18)
+
+    def is_number(self, position: int) -> bool:
+        """Whether the operand was a number and no tensor."""
+        return self._row(position) is None and self.operand(position) is not None
+
+    def integral(self, position: int) -> bool:
+        row = self._row(position)
+        return row is not None and ("int" in row.dtype or row.dtype == "bool")
 
     def _row(self, position: int) -> TensorStats | None:
         place = self._tensor_at(position)

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from sherlorch.capture.names import plain_name
 
 _NAMESPACES = frozenset({"torch", "F", "functional", "linalg", "special", "nn", "np", "math"})
-_OPERATORS = {ast.Div: "div", ast.Mult: "mul", ast.Pow: "pow", ast.MatMult: "matmul", ast.Add: "add", ast.Sub: "sub"}
+_OPERATORS = {
+    ast.Div: "div",
+    ast.Mult: "mul",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+    ast.Add: "add",
+    ast.Sub: "sub",
+}
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.])")
 
 
@@ -26,7 +33,11 @@ def spelled(source: str, op: str, position: int, otherwise: str) -> str:
     text = ast.unparse(node)
     if "\n" in text or len(text) > 60:
         return otherwise
-    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)) else f"({text})"
+    return (
+        text
+        if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
+        else f"({text})"
+    )
 
 
 def literals(source: str) -> list[float]:

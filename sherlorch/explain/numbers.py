@@ -6,13 +6,15 @@ import math
 
 import torch
 
+from sherlorch.capture.names import plain_name
 from sherlorch.explain.fault import Fault
 
 
 def _info(dtype: str) -> torch.finfo:
     kind = getattr(torch, dtype, None)
-    known = isinstance(kind, torch.dtype) and (kind.is_floating_point or kind.is_complex)
-    return torch.finfo(kind if known else torch.float32)
+    if isinstance(kind, torch.dtype) and (kind.is_floating_point or kind.is_complex):
+        return torch.finfo(kind)
+    return torch.finfo(torch.float32)
 
 
 def largest(dtype: str) -> float:
@@ -51,7 +53,11 @@ def show(value: float | None, unknown: str = "x") -> str:
         return unknown
     if value == 0:
         return "0"
-    return f"{value:.0f}" if math.isfinite(value) and value == round(value) and abs(value) < 1e6 else f"{value:.4g}"
+    return (
+        f"{value:.0f}"
+        if math.isfinite(value) and value == round(value) and abs(value) < 1e6
+        else f"{value:.4g}"
+    )
 
 
 def over(fault: Fault) -> str:
@@ -60,22 +66,25 @@ def over(fault: Fault) -> str:
     headroom = fault.evidence.headroom if fault.evidence else None
     if headroom is None:
         return f"more than {limit}"
-    return f"{headroom:.4g} times {limit}" if headroom > 1 else f"in range only at its end; a part of it exceeds {limit}"
+    return (
+        f"{headroom:.4g} times {limit}"
+        if headroom > 1
+        else f"in range only at its end; a part of it exceeds {limit}"
+    )
 
 
 def aftermath(fault: Fault) -> str:
     """What the Inf of this fault does on its way, as the end of a sentence."""
-    for name in fault.downstream:
-        told = _NEXT.get(name.strip("_"))
-        if told:
-            return told
-    return ""
+    after = fault.downstream[1:] if fault.downstream[:1] == (fault.op,) else fault.downstream
+    return next((_NEXT[name] for name in map(plain_name, after) if name in _NEXT), "")
 
 
 _NEXT = {
     "mul": "; where it meets a factor of zero it is 0 * inf = NaN",
-    "softmax": "; softmax turns it into NaN (inf - inf)",
-    "log_softmax": "; log_softmax turns it into NaN (inf - inf)",
+    "softmax": "; softmax of a row with +inf, or with nothing but -inf, is NaN",
+    "log_softmax": "; log_softmax of a row with +inf, or with nothing but -inf, is NaN",
+    "batch_norm": "; batch norm averages it into running_mean and running_var, where it stays",
     "sub": "; a difference of two such infinities is NaN",
-    "where": "; where() hides it from the result, but backward multiplies it by a zero gradient: 0 * inf = NaN",
+    "where": "; where() hides it from the result, but backward multiplies it by a zero gradient: 0 * inf "
+    "= NaN",
 }

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Callable
 
-from sherlorch.explain import losses, matrices, moments, origins
+from sherlorch.explain import arithmetic, derivatives, losses, matrices, moments, origins, ranges, updates
 from sherlorch.explain.fault import Explanation, Fault, Pattern, Text
 
 PATTERNS: list[Pattern] = [
     *origins.PATTERNS,
+    ranges.FAULTY_KERNEL,
+    *updates.PATTERNS,
     *losses.PATTERNS,
     *moments.PATTERNS,
     *matrices.PATTERNS,
+    *derivatives.PATTERNS,
+    *arithmetic.PATTERNS,
+    *ranges.PATTERNS,
 ]
 
 
@@ -56,7 +61,10 @@ def _known(fault: Fault) -> str:
 
 def _next_step(fault: Fault) -> str:
     if not fault.op_name.startswith("aten."):
-        return "trace the same step with `sherlorch.trace(level='aten')`, which sees the kernels inside this call"
+        return (
+            "trace the same step with `sherlorch.trace(level='aten')`, which sees the kernels inside "
+            "this call"
+        )
     if fault.backward:
         return "run the forward op alone in float64 with `torch.autograd.gradcheck` on these values"
     return "run this one call again in float64, or on the CPU, with the same inputs and compare"
