@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from importlib import metadata
 
+from sherlorch import demo
+
 CLEAN = 0
 CULPRIT_FOUND = 1
 USAGE = 2  # what argparse exits with
@@ -31,13 +33,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train a small transformer with a planted bug, and find the bug")
-    demo.set_defaults(run=_demo)
+    command = commands.add_parser(
+        "demo", help="train a small transformer with a planted bug, and find the bug"
+    )
+    command.set_defaults(run=_demo)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from sherlorch.demo import run  # torch takes seconds to import; `--help` should not
-
-    run()
+    demo.run()
     return CLEAN
