@@ -8,23 +8,14 @@ from sherlorch.explain.fault import Fault, Pattern
 from sherlorch.explain.line import spelled
 from sherlorch.explain.numbers import aftermath, over, show
 
-_ROUTED = (  # ops whose backward sends zeros to what was not chosen
-    "where", "masked_fill", "slice_backward", "select_backward", "index_put", "index_backward", "scatter",
-    "scatter_add", "threshold_backward", "new_zeros", "mul", "clamp", "gather_backward", "embedding_dense_backward",
-)  # fmt: skip
 _NORMS = (
-    "norm", "cdist", "pairwise_distance", "dist", "hypot", "atan2", "angle", "abs", "normalize", "cosine_similarity",
-    "renorm", "polar",
+    "norm", "cdist", "pairwise_distance", "dist", "hypot", "atan2", "angle", "abs", "normalize", "renorm",
+    "cosine_similarity", "polar",
 )  # fmt: skip
 _ARCS = ("acos", "asin", "atanh", "acosh")
 _LOGS = ("log", "log2", "log10", "log1p")
 _EXPONENTIALS = ("exp", "expm1", "exp2", "cosh", "sinh")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv")
-
-
-def _zero_and_inf(fault: Fault) -> bool:
-    values = [abs(value) for value in fault.operands if value is not None]
-    return 0 in values and math.inf in values
 
 
 def _divides_by_zero(fault: Fault) -> bool:
@@ -76,7 +67,7 @@ def _power(fault: Fault) -> bool:
     if fault.name == "pow" and fault.operands:
         return fault.may_be_zero(0) and fault.may_be(1, lambda exponent: exponent < 0)
     return fault.differentiates("pow") and (
-        (fault.name == "mul" and _zero_and_inf(fault)) or not fault.operands
+        (fault.name == "mul" and fault.zero_meets_inf) or not fault.operands
     )
 
 
@@ -139,7 +130,7 @@ def _unselected(fault: Fault) -> bool:
         and fault.has_nan
         and fault.name in ("mul", "where", "masked_fill", *_EXPONENTIALS)
         and fault.origin == "converted"
-        and (_zero_and_inf(fault) or not fault.operands)
+        and (fault.zero_meets_inf or not fault.operands)
     )
 
 
@@ -273,7 +264,7 @@ PATTERNS = [
         when=lambda fault: (
             fault.differentiates("rsqrt", "reciprocal", "logit")
             and fault.origin != "propagated"
-            and not _zero_and_inf(fault)
+            and not fault.zero_meets_inf
         ),
         why=lambda fault: (
             f"the derivative of {_forward_of(fault, 'rsqrt', 'reciprocal', 'logit')} near zero exceeds "
@@ -309,6 +300,19 @@ PATTERNS = [
         when=_unselected,
         why=_unselected_why,
         remedy=_unselected_remedy,
+    ),
+    Pattern(
+        "infinite_gradient",
+        when=lambda fault: (
+            fault.backward and fault.has_nan and fault.origin == "converted" and "_backward" in fault.name
+        ),
+        why=lambda fault: (
+            "an infinite gradient arrives at the backward of "
+            f"{_forward_of(fault, *fault.derivative_of)}, where it meets a zero derivative (0 * inf) or "
+            "another infinity (inf - inf): NaN"
+        ),
+        remedy="find what made the gradient infinite: the derivative of a root, logarithm, power or "
+        "quotient at zero that comes later in the forward pass",
     ),
     Pattern(
         "exploding_gradient",

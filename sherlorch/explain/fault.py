@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +14,9 @@ from sherlorch.health import TensorStats
 
 # Makers that only hand values on, so the question is who made theirs.
 _HOPS = frozenset({
-    "", "view", "reshape", "unsafe_view", "expand", "expand_as", "unsqueeze", "squeeze", "t", "transpose", "permute",
-    "select", "slice", "index", "index_select", "gather", "clone", "contiguous", "detach", "alias", "to_copy", "to",
-    "copy", "getitem", "stack", "cat", "float", "half", "neg", "negative", "_view", "lift_fresh", "broadcast_to",
+    "", "view", "reshape", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze", "t", "transpose",
+    "permute", "select", "slice", "index", "index_select", "gather", "getitem", "stack", "cat", "clone",
+    "contiguous", "detach", "alias", "copy", "to_copy", "to", "float", "half", "neg", "negative",
 })  # fmt: skip
 
 
@@ -55,6 +56,15 @@ class Fault:
 
     def differentiates(self, *names: str) -> bool:
         return not self.derivative_of.isdisjoint(names)
+
+    def is_fresh(self, *names: str) -> bool:
+        """Whether one of `names` made this itself: it did not come in."""
+        return self.name in names and self.origin not in ("propagated", "outside")
+
+    @property
+    def zero_meets_inf(self) -> bool:
+        sizes = [abs(value) for value in self.operands if value is not None]
+        return 0 in sizes and math.inf in sizes
 
     @property
     def backward(self) -> bool:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.explain.numbers import written_by
 
 _CLASSES = ("cross_entropy", "nll_loss")
 _SOFTMAX = frozenset({"softmax", "log_softmax", "softmin", "gumbel_softmax"})
 _ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
-
-
-def _where_from(fault: Fault) -> str:
-    return f" (the -inf was written by {', '.join(fault.constants)})" if fault.constants else ""
 
 
 def _neginf(fault: Fault) -> bool:
@@ -53,7 +50,7 @@ def _masked_row_why(fault: Fault) -> str:
     return (
         f"a fully masked row: all{size} scores of one row are -inf, so {fault.name} subtracts a maximum "
         "of -inf and "
-        f"normalises by zero, NaN{_where_from(fault)}"
+        f"normalises by zero, NaN{written_by(fault)}"
     )
 
 
@@ -91,7 +88,7 @@ PATTERNS = [
         why=lambda fault: (
             "label smoothing adds a share of every class's log-probability to the loss, including the "
             "-inf of "
-            f"masked classes{_where_from(fault)}"
+            f"masked classes{written_by(fault)}"
         ),
         remedy="mask with a finite value, `logits.masked_fill(mask, torch.finfo(logits.dtype).min)`, or "
         "leave masked "
@@ -102,7 +99,7 @@ PATTERNS = [
         when=lambda fault: fault.name in _CLASSES and not fault.backward and _neginf(fault),
         why=lambda fault: (
             "the target's own class has a score of -inf, log(0): its probability is zero and its negative "
-            f"log-likelihood inf{_where_from(fault)}"
+            f"log-likelihood inf{written_by(fault)}"
         ),
         remedy="never mask the class that is the target: `mask.scatter_(1, target[:, None], False)`, or "
         "mask with a "
@@ -126,7 +123,7 @@ PATTERNS = [
                 and fault.name in ("div", "log", "xlogy", "mul", "kl_div")
             )
             or (fault.name == "kl_div" and _neginf(fault))
-            or (fault.name == "mul" and "kl_div" in fault.source and _zero_and_inf(fault))
+            or (fault.name == "mul" and "kl_div" in fault.source and fault.zero_meets_inf)
         ),
         why=lambda fault: (
             "kl_div of a probability that is exactly zero: "
@@ -171,7 +168,7 @@ PATTERNS = [
         ),
         why=lambda fault: (
             "the backward of logsumexp forms exp(x - logsumexp), and for a row made only of -inf this is "
-            f"-inf - (-inf) = NaN{_where_from(fault)}"
+            f"-inf - (-inf) = NaN{written_by(fault)}"
         ),
         remedy="use the most negative finite number, `torch.finfo(x.dtype).min`, as the neutral element "
         "instead of -inf, "
@@ -193,11 +190,6 @@ PATTERNS = [
 
 def _softmax_name(fault: Fault) -> str:
     return "log_softmax" if fault.differentiates("log_softmax") else "softmax"
-
-
-def _zero_and_inf(fault: Fault) -> bool:
-    values = [abs(value) for value in fault.operands if value is not None]
-    return 0 in values and math.inf in values
 
 
 def _in_brackets(note: str) -> str:

@@ -6,8 +6,9 @@ from sherlorch.explain.fault import Fault, Pattern
 
 _SPECTRAL = ("eigh", "eig", "svd", "eigvals", "eigvalsh", "svdvals", "matrix_norm")
 _SINGULAR = (
-    "slogdet", "logdet", "det", "inv", "cholesky", "cholesky_solve", "cholesky_inverse", "solve", "solve_triangular",
-    "triangular_solve", "pinv", "lstsq", "lu", "lu_factor", "lu_solve", "qr", "ldl_factor", "tensorinv", "tensorsolve",
+    "slogdet", "logdet", "det", "inv", "pinv", "lstsq", "solve", "solve_triangular", "triangular_solve",
+    "cholesky", "cholesky_solve", "cholesky_inverse", "lu", "lu_factor", "lu_solve", "qr", "ldl_factor",
+    "tensorinv", "tensorsolve",
 )  # fmt: skip
 
 

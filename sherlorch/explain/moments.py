@@ -6,8 +6,8 @@ from sherlorch.explain.fault import Fault, Pattern
 
 _SPREAD = ("var", "std", "var_mean", "std_mean")
 _MEAN_LOSSES = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "cross_entropy", "nll_loss",
-    "binary_cross_entropy_with_logits",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cross_entropy", "nll_loss",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits",
 )  # fmt: skip
 
 

@@ -73,6 +73,11 @@ def over(fault: Fault) -> str:
     )
 
 
+def written_by(fault: Fault) -> str:
+    """Where an infinity comes from that was meant, in brackets."""
+    return f" (the infinity was written by {', '.join(fault.constants)})" if fault.constants else ""
+
+
 def aftermath(fault: Fault) -> str:
     """What the Inf of this fault does on its way, as the end of a sentence."""
     after = fault.downstream[1:] if fault.downstream[:1] == (fault.op,) else fault.downstream

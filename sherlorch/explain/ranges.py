@@ -11,10 +11,15 @@ from sherlorch.explain.line import spelled
 from sherlorch.explain.numbers import aftermath, largest, over, show
 
 _EXPONENTIALS = ("exp", "expm1", "exp2", "cosh", "sinh", "i0", "ldexp", "logcumsumexp")
-_MATRIX = ("mm", "bmm", "matmul", "addmm", "baddbmm", "linear", "mv", "dot", "vdot", "inner", "einsum", "convolution",
-           "conv1d", "conv2d", "conv3d", "addmv", "matrix_exp", "matrix_power", "multi_dot", "scaled_dot_product_attention", "cdist", "bilinear")  # fmt: skip
-_SUMS = ("sum", "mean", "cumsum", "nansum", "norm", "var", "std", "index_add", "scatter_add", "layer_norm", "batch_norm",
-         "group_norm", "var_mean", "std_mean", "dist")  # fmt: skip
+_MATRIX = (
+    "mm", "bmm", "matmul", "addmm", "baddbmm", "linear", "mv", "addmv", "dot", "vdot", "inner", "einsum",
+    "convolution", "conv1d", "conv2d", "conv3d", "bilinear", "cdist", "matrix_exp", "matrix_power",
+    "multi_dot", "scaled_dot_product_attention",
+)  # fmt: skip
+_SUMS = (
+    "sum", "mean", "cumsum", "nansum", "norm", "var", "std", "var_mean", "std_mean", "dist", "index_add",
+    "scatter_add", "layer_norm", "batch_norm", "group_norm",
+)  # fmt: skip
 _PRODUCTS = (
     "mul",
     "prod",
@@ -82,10 +87,9 @@ def _exponential_remedy(fault: Fault) -> str:
 def _what(fault: Fault) -> str:
     """The computation in numbers: "5000 ** 2", "32 products, the largest 64 * 64"."""
     values = [show(value) for value in fault.operands if value is not None]
-    if fault.name in ("mul", "pow", "add", "div") and len(values) > 1:
-        return f" {{0}} {'**' if fault.name == 'pow' else {'mul': '*', 'add': '+', 'div': '/'}[fault.name]} {{1}}".format(
-            *values
-        )
+    sign = {"mul": "*", "pow": "**", "add": "+", "sub": "-", "div": "/"}.get(fault.name)
+    if sign and len(values) > 1:
+        return f" {values[0]} {sign} {values[1]}"
     if fault.name == "square" and values:
         return f" {values[0]} ** 2"
     if fault.name in CASTS and values:

@@ -1,10 +1,22 @@
-"""The ordered table: what its origin decides first, the special before the general, the last resort at the end."""
+"""The ordered table: what the origin decides first, then the special before the general."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Callable
 
-from sherlorch.explain import arithmetic, derivatives, losses, matrices, moments, origins, ranges, updates
+from sherlorch.explain import (
+    derivatives,
+    divisions,
+    domains,
+    infinities,
+    losses,
+    matrices,
+    moments,
+    origins,
+    ranges,
+    updates,
+)
 from sherlorch.explain.fault import Explanation, Fault, Pattern, Text
 
 PATTERNS: list[Pattern] = [
@@ -15,7 +27,9 @@ PATTERNS: list[Pattern] = [
     *moments.PATTERNS,
     *matrices.PATTERNS,
     *derivatives.PATTERNS,
-    *arithmetic.PATTERNS,
+    *divisions.PATTERNS,
+    *domains.PATTERNS,
+    *infinities.PATTERNS,
     *ranges.PATTERNS,
 ]
 
@@ -23,8 +37,11 @@ PATTERNS: list[Pattern] = [
 def explain(fault: Fault) -> Explanation:
     """What the first fitting pattern says; where none fits, what is known and what would tell more."""
     for pattern in PATTERNS:
-        if pattern.when(fault):
-            return pattern.explain(fault)
+        try:
+            if pattern.when(fault):
+                return pattern.explain(fault)
+        except Exception as error:  # one bad pattern must not cost the user the report
+            warnings.warn(f"the pattern {pattern.name!r} failed: {error!r}", RuntimeWarning, stacklevel=2)
     return LAST_RESORT.explain(fault)
 
 

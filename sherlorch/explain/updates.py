@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from sherlorch.explain.fault import Fault, Pattern
 from sherlorch.explain.numbers import epsilon_for, over, show
 
@@ -40,8 +38,7 @@ def _zero_epsilon_why(fault: Fault) -> str:
 
 
 def _clipped(fault: Fault) -> bool:
-    values = [abs(value) for value in fault.operands if value is not None]
-    meets = (0 in values and math.inf in values) or not fault.operands
+    meets = fault.zero_meets_inf or not fault.operands
     clips = (
         any(word in fault.source for word in ("clip", "norm")) or fault.later(*_CLIPS) or fault.name in _CLIPS
     )
