@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.explain.figures import aftermath, over, show
 from sherlorch.explain.line import spelled
-from sherlorch.explain.numbers import aftermath, over, show
 
 _NORMS = (
     "norm", "cdist", "pairwise_distance", "dist", "hypot", "atan2", "angle", "abs", "normalize", "renorm",
@@ -50,9 +50,8 @@ def _root_remedy(fault: Fault) -> str:
     inside = spelled(fault.source, "sqrt", 0, "x")
     return (
         f"add or clamp inside the root, `torch.sqrt({inside} + 1e-12)` or "
-        f"`{inside}.clamp_min(1e-12).sqrt()` (an eps after the "
-        "root does not help), use torch.linalg.vector_norm or Tensor.std, whose derivative at 0 is 0, or "
-        "apply where() to the "
+        f"`{inside}.clamp_min(1e-12).sqrt()` (an eps after the root does not help), use "
+        "torch.linalg.vector_norm or Tensor.std, whose derivative at 0 is 0, or apply where() to the "
         "input of the root as well"
     )
 
@@ -94,13 +93,11 @@ def _product_rule_why(fault: Fault) -> str:
     if fault.name == "div" and fault.has_nan:
         return (
             "the gradient of a product taken as gradient * product / factor is 0 / 0 = NaN where a "
-            "factor is zero, although "
-            "the true derivative, the product of the other factors, is finite"
+            "factor is zero, although the true derivative, the product of the other factors, is finite"
         )
     return (
         "the backward of prod multiplies prefix and suffix products of the factors; one of them "
-        "overflows to inf and "
-        "meets a zero factor: 0 * inf = NaN"
+        "overflows to inf and meets a zero factor: 0 * inf = NaN"
     )
 
 
@@ -140,8 +137,8 @@ def _unselected_why(fault: Fault) -> str:
         return f"the backward of {forward} multiplies an infinite gradient by a zero: 0 * inf = NaN"
     return (
         f"the backward of {forward} multiplies the saved inf by a zero gradient: 0 * inf = NaN; where(), "
-        "a slice or a mask "
-        "hid the inf from the result by not selecting that branch, and sends the zero gradient back"
+        "a slice or a mask hid the inf from the result by not selecting that branch, and sends the zero "
+        "gradient back"
     )
 
 
@@ -157,8 +154,7 @@ def _unselected_remedy(fault: Fault) -> str:
         )
     return (
         "give the unused branch a harmless input, before and not after: `x_safe = torch.where(condition, "
-        "x, 0)`, then "
-        f"`{forward}(x_safe)`; or clamp the input to where the branch is used"
+        f"x, 0)`, then `{forward}(x_safe)`; or clamp the input to where the branch is used"
     )
 
 
@@ -189,8 +185,8 @@ PATTERNS = [
             )
         ),
         remedy=lambda fault: (
-            "mask or floor small magnitudes before taking the phase, "
-            "`torch.where(z.abs() > 1e-6, z, torch.ones_like(z))`"
+            "mask or floor small magnitudes before taking the phase, `torch.where(z.abs() > 1e-6, z, "
+            "torch.ones_like(z))`"
             if fault.differentiates("atan2", "angle")
             else "add eps under the root, `(x.pow(2).sum(-1) + eps).sqrt()`, or keep zero vectors out"
         ),
@@ -222,8 +218,7 @@ PATTERNS = [
         ),
         why=lambda fault: (
             "the derivative of base ** exponent with respect to the exponent contains log(base), and the "
-            "base is "
-            f"{show(fault.operand(0), 'zero or negative')}: "
+            f"base is {show(fault.operand(0), 'zero or negative')}: "
             f"{'log of a negative = NaN' if fault.has_nan else 'log(0) = -inf'}"
         ),
         remedy="clamp the base, `base.clamp_min(eps) ** exponent`, or detach the exponent",
@@ -237,8 +232,8 @@ PATTERNS = [
             + (", and a zero gradient times it is 0 * inf = NaN" if fault.has_nan else aftermath(fault))
         ),
         remedy=lambda fault: (
-            "clamp its input inside the domain: "
-            f"`torch.{_forward_of(fault, *_ARCS)}(x.clamp(-1 + 1e-6, 1 - 1e-6))`, or use atan2 for angles"
+            f"clamp its input inside the domain: `torch.{_forward_of(fault, *_ARCS)}(x.clamp(-1 + 1e-6, 1 "
+            "- 1e-6))`, or use atan2 for angles"
         ),
     ),
     Pattern(
@@ -246,8 +241,7 @@ PATTERNS = [
         when=_product_rule,
         why=_product_rule_why,
         remedy="use a division-free gradient (exclusive prefix and suffix products), or work with "
-        "logarithms: "
-        "`x.log().sum().exp()`",
+        "logarithms: `x.log().sum().exp()`",
     ),
     Pattern(
         "log_derivative_at_zero",
@@ -268,8 +262,7 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"the derivative of {_forward_of(fault, 'rsqrt', 'reciprocal', 'logit')} near zero exceeds "
-            "the range "
-            f"of {fault.dtype}: it is a power of 1 / x (x / 0 = inf)"
+            f"the range of {fault.dtype}: it is a power of 1 / x (x / 0 = inf)"
         ),
         remedy="add the epsilon before, `torch.rsqrt(x + eps)`, with eps large enough for its cube",
     ),
@@ -292,8 +285,7 @@ PATTERNS = [
             "the derivative of a / b divides the gradient by b, and b is 0: " + _quotient(fault, "b = 0")
         ),
         remedy="select the valid entries before dividing, not after, or make the denominator non-zero "
-        "where it is not used: "
-        "`a / torch.where(b == 0, torch.ones_like(b), b)`",
+        "where it is not used: `a / torch.where(b == 0, torch.ones_like(b), b)`",
     ),
     Pattern(
         "zero_times_inf_in_backward",
@@ -307,9 +299,8 @@ PATTERNS = [
             fault.backward and fault.has_nan and fault.origin == "converted" and "_backward" in fault.name
         ),
         why=lambda fault: (
-            "an infinite gradient arrives at the backward of "
-            f"{_forward_of(fault, *fault.derivative_of)}, where it meets a zero derivative (0 * inf) or "
-            "another infinity (inf - inf): NaN"
+            f"an infinite gradient arrives at the backward of {_forward_of(fault, *fault.derivative_of)}, "
+            "where it meets a zero derivative (0 * inf) or another infinity (inf - inf): NaN"
         ),
         remedy="find what made the gradient infinite: the derivative of a root, logarithm, power or "
         "quotient at zero that comes later in the forward pass",
@@ -319,12 +310,11 @@ PATTERNS = [
         when=_repeated_product,
         why=lambda fault: (
             "an exploding gradient: each recurrent step multiplies the gradient by the same matrix "
-            "again, and "
-            f"after many steps it exceeds the {fault.dtype} range (overflow): it is {over(fault)}"
+            f"again, and after many steps it exceeds the {fault.dtype} range (overflow): it is "
+            f"{over(fault)}"
         ),
         remedy="clip the gradient norm, `torch.nn.utils.clip_grad_norm_(params, 1.0)`, shorten or "
-        "truncate the unroll "
-        "(`state = state.detach()`), or keep the recurrent matrix near orthogonal",
+        "truncate the unroll (`state = state.detach()`), or keep the recurrent matrix near orthogonal",
     ),
 ]
 

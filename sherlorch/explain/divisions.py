@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.explain.figures import aftermath, epsilon_for, largest, rounds_to_zero, show, spacing, tiny
 from sherlorch.explain.line import literals, spelled
-from sherlorch.explain.numbers import aftermath, epsilon_for, largest, rounds_to_zero, show, spacing, tiny
 
 _LOGS = ("log", "log2", "log10")
 _SUMS = ("sum", "nansum", "cumsum", "count_nonzero", "einsum")
@@ -47,9 +47,8 @@ def _lost_epsilon_why(fault: Fault) -> str:
     small = [number for number in given if rounds_to_zero(number, fault.dtype)]
     which = f"an epsilon of {show(small[0])}" if small else "the epsilon added here"
     return (
-        f"{which} rounds to zero in {fault.dtype}, whose smallest number is {show(tiny(fault.dtype))}: "
-        "it underflows and "
-        f"leaves {_outcome(fault)}{aftermath(fault)}"
+        f"{which} rounds to zero in {fault.dtype}, whose smallest number is {show(tiny(fault.dtype))}: it "
+        f"underflows and leaves {_outcome(fault)}{aftermath(fault)}"
     )
 
 
@@ -125,8 +124,8 @@ def _zero_because(fault: Fault, position: int) -> str:
 
 def _guard(fault: Fault) -> str:
     divisor = spelled(fault.source, "div", 1, "divisor")
-    if fault.made_by(1, "norm"):
-        whole = spelled(fault.source, "div", 0, "x")
+    whole = spelled(fault.source, "div", 0, "x")
+    if fault.made_by(1, "norm") and whole in divisor:
         return (
             f"use `F.normalize({whole}, dim=-1)`, which floors the norm with an epsilon, or "
             f"`{divisor}.clamp_min({epsilon_for(fault.dtype)})`"
@@ -162,8 +161,7 @@ def _small_denominator_why(fault: Fault) -> str:
     if value is not None and value != 0:
         return (
             f"the denominator underflowed to {show(value)}, so small that the quotient overflows "
-            f"{fault.dtype} "
-            f"({show(largest(fault.dtype))})"
+            f"{fault.dtype} ({show(largest(fault.dtype))})"
         )
     made = fault.maker(_denominator(fault)) or "it"
     return (
@@ -179,8 +177,7 @@ PATTERNS = [
         why=_lost_epsilon_why,
         remedy=lambda fault: (
             f"use an epsilon that {fault.dtype} can hold ({epsilon_for(fault.dtype)} or so), or do this "
-            "step in "
-            "float32: `x.float()`"
+            "step in float32: `x.float()`"
         ),
     ),
     Pattern(
@@ -188,8 +185,7 @@ PATTERNS = [
         when=_lost_beside_one,
         why=lambda fault: (
             f"1 - eps rounds to exactly 1 in {fault.dtype} (its spacing at one is "
-            f"{show(spacing(fault.dtype))}), so the "
-            "clamp does nothing: "
+            f"{show(spacing(fault.dtype))}), so the clamp does nothing: "
             f"{'log(0) = -inf' if fault.name in _LOGS else 'an infinite value at the edge of the domain'}"
             f"{aftermath(fault)}"
         ),
@@ -200,11 +196,9 @@ PATTERNS = [
         "renormalisation_after_masking",
         when=_renormalised,
         why="renormalisation after masking: the probabilities that the mask leaves sum to 0 (all masked, "
-        "or underflowed to "
-        "zero), so dividing by their sum is 0 / 0 = NaN",
+        "or underflowed to zero), so dividing by their sum is 0 / 0 = NaN",
         remedy="mask the logits before softmax, `logits.masked_fill(~mask, "
-        "torch.finfo(logits.dtype).min)`, not the "
-        "probabilities after it",
+        "torch.finfo(logits.dtype).min)`, not the probabilities after it",
     ),
     Pattern(
         "mean_of_nothing_by_hand",

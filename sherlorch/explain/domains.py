@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.explain.figures import aftermath, epsilon_for, show
 from sherlorch.explain.line import spelled
-from sherlorch.explain.numbers import aftermath, epsilon_for, show
 
 _LOGS = ("log", "log2", "log10")
 _EXPONENTIALS = ("exp", "softmax", "sigmoid", "softplus", "exp2")
@@ -58,20 +60,32 @@ def _log_remedy(fault: Fault) -> str:
         )
     if fault.made_by(0, "sigmoid") or (fault.made_by(0, "sub") and fault.has_ancestor("sigmoid")):
         return (
-            "use `F.binary_cross_entropy_with_logits` or `F.logsigmoid` on the logits, or clamp the "
-            "log at -100"
+            "use `F.binary_cross_entropy_with_logits` or `F.logsigmoid` on the logits, or clamp the log "
+            "at -100"
         )
     if fault.made_by(0, "exp", "softplus"):
         return (
             "bound its input from below, `log_std.clamp(min=-20)`, or add the epsilon outside: "
             "`torch.log(scale + 1e-8)`"
         )
+    if fault.made_by(0, *_LOGS):
+        return (
+            "keep the uniform number inside (0, 1), `u.clamp(1e-7, 1 - 1e-7)`, or draw the noise with "
+            "`torch.empty_like(x).exponential_().log()`"
+        )
     argument = spelled(fault.source, fault.name, 0, "x")
-    entropy = "; for p * log(p) use `torch.xlogy` or `torch.special.entr`" if "*" in fault.source else ""
-    return (
-        "keep its argument above zero: "
-        f"`torch.log({argument}.clamp_min({epsilon_for(fault.dtype)}))`, or add an epsilon to it{entropy}"
+    entropy = (
+        "; for p * log(p) use `torch.xlogy` or `torch.special.entr`" if _times_own_log(fault.source) else ""
     )
+    return (
+        f"keep its argument above zero: `torch.log({argument}.clamp_min({epsilon_for(fault.dtype)}))`, or "
+        f"add an epsilon to it{entropy}"
+    )
+
+
+def _times_own_log(source: str) -> bool:
+    """Whether the line writes p * log(p) or p * p.log()."""
+    return re.search(r"(\w+) \* (?:torch\.|\()?(?:log\()?\1\b", source) is not None
 
 
 def _edge(fault: Fault) -> str:
@@ -79,8 +93,8 @@ def _edge(fault: Fault) -> str:
     call = f"{fault.name}({show(value, '1')})"
     if fault.has_nan and not (value is not None and abs(value) <= 1):
         return (
-            f"{call} is NaN: the input is outside the domain {_DOMAINS.get(fault.name, '[-1, 1]')}, "
-            "often by rounding"
+            f"{call} is NaN: the input is outside the domain {_DOMAINS.get(fault.name, '[-1, 1]')}, often "
+            "by rounding"
         )
     return (
         f"{call} is infinite: the input lies at the end of the domain {_DOMAINS.get(fault.name, '[-1, 1]')}"
@@ -117,8 +131,8 @@ PATTERNS = [
         why=lambda fault: f"log({show(fault.operand(0))}) is NaN: the logarithm of a negative number",
         remedy=lambda fault: (
             "make its argument positive: "
-            f"`torch.log({spelled(fault.source, fault.name, 0, 'x')}.clamp_min(1e-8))`, "
-            "or predict the logarithm itself"
+            f"`torch.log({spelled(fault.source, fault.name, 0, 'x')}.clamp_min(1e-8))`, or predict the "
+            "logarithm itself"
         ),
     ),
     Pattern(
@@ -128,13 +142,11 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"{fault.name}({show(fault.operand(0))}) is NaN: the square root of a negative number (often "
-            "a variance or "
-            "distance that rounding took below zero)"
+            "a variance or distance that rounding took below zero)"
         ),
         remedy=lambda fault: (
             f"clamp before the root: `{spelled(fault.source, fault.name, 0, 'x')}.clamp_min(0)`, plus an "
-            "epsilon "
-            "where it is differentiated"
+            "epsilon where it is differentiated"
         ),
     ),
     Pattern(
@@ -148,8 +160,7 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"({show(fault.operand(0))}) ** {show(fault.operand(1), 'p')} is NaN: a negative number to a "
-            "fractional power "
-            "(negative base, fractional exponent)"
+            "fractional power (negative base, fractional exponent)"
         ),
         remedy=lambda fault: (
             f"clamp the base at zero, `{spelled(fault.source, 'pow', 0, 'x')}.clamp_min(0)`, or use its "

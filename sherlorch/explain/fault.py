@@ -120,7 +120,7 @@ class Fault:
     def _tensor_at(self, position: int) -> int | None:
         """Which of the tensor inputs is the operand at `position`."""
         tensors = len(self.inputs) or len(self.parents)
-        if self.op in SWAPPED:
+        if self.op in SWAPPED or self.op_name in SWAPPED:
             return 1 - position if tensors > 1 else 0 if position == 1 else None
         return position if position < max(tensors, 1) else None
 

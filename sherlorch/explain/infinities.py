@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sherlorch.explain.fault import Fault, Pattern
-from sherlorch.explain.numbers import largest, show, written_by
+from sherlorch.explain.figures import largest, show, written_by
 
 _PRODUCTS = ("mm", "bmm", "matmul", "addmm", "baddbmm", "linear", "dot", "mv", "einsum", "convolution")
 _SUMS = ("sum", "mean", "cumsum", "var", "std", "nansum", "index_add", "scatter_add")
@@ -69,9 +69,8 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"{show(fault.operand(0))} + {show(fault.operand(1))}: two masks filled with the most "
-            f"negative finite {fault.dtype} "
-            "are added, min + min overflows to -inf, and a row masked everywhere twice is all -inf, "
-            "which softmax turns into NaN"
+            f"negative finite {fault.dtype} are added, min + min overflows to -inf, and a row masked "
+            "everywhere twice is all -inf, which softmax turns into NaN"
         ),
         remedy="combine the masks as booleans, `(a | b)`, and fill once with the finite minimum",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sherlorch.explain.fault import Fault, Pattern
-from sherlorch.explain.numbers import written_by
+from sherlorch.explain.figures import written_by
 
 _CLASSES = ("cross_entropy", "nll_loss")
 _SOFTMAX = frozenset({"softmax", "log_softmax", "softmin", "gumbel_softmax"})
@@ -21,6 +21,10 @@ def _neginf(fault: Fault) -> bool:
 
 def _class_loss(fault: Fault) -> bool:
     return fault.name in _CLASSES or fault.differentiates(*_CLASSES)
+
+
+def _smooths(fault: Fault) -> bool:
+    return bool(fault.scalar("label_smoothing")) or "label_smoothing" in fault.source
 
 
 def _none_counts(fault: Fault) -> bool:
@@ -49,8 +53,7 @@ def _masked_row_why(fault: Fault) -> str:
     size = f" {fault.count}" if fault.count else ""
     return (
         f"a fully masked row: all{size} scores of one row are -inf, so {fault.name} subtracts a maximum "
-        "of -inf and "
-        f"normalises by zero, NaN{written_by(fault)}"
+        f"of -inf and normalises by zero, NaN{written_by(fault)}"
     )
 
 
@@ -77,7 +80,7 @@ PATTERNS = [
         when=lambda fault: (
             _neginf(fault)
             and (
-                (fault.name == "cross_entropy" and bool(fault.scalar("label_smoothing")))
+                (fault.name == "cross_entropy" and _smooths(fault))
                 or (
                     fault.name in ("sum", "mean")
                     and "smooth" in fault.source
@@ -87,23 +90,22 @@ PATTERNS = [
         ),
         why=lambda fault: (
             "label smoothing adds a share of every class's log-probability to the loss, including the "
-            "-inf of "
-            f"masked classes{written_by(fault)}"
+            f"-inf of masked classes{written_by(fault)}"
         ),
         remedy="mask with a finite value, `logits.masked_fill(mask, torch.finfo(logits.dtype).min)`, or "
-        "leave masked "
-        "classes out of the smoothing term",
+        "leave masked classes out of the smoothing term",
     ),
     Pattern(
         "target_class_is_masked",
         when=lambda fault: fault.name in _CLASSES and not fault.backward and _neginf(fault),
         why=lambda fault: (
-            "the target's own class has a score of -inf, log(0): its probability is zero and its negative "
-            f"log-likelihood inf{written_by(fault)}"
+            "the target's own class has a score of -inf, log(0): its probability is zero and its "
+            "negative log-likelihood inf"
+            f"{'' if fault.inputs else ', or label smoothing adds the -inf of masked classes'}"
+            f"{written_by(fault)}"
         ),
         remedy="never mask the class that is the target: `mask.scatter_(1, target[:, None], False)`, or "
-        "mask with a "
-        "finite number",
+        "mask with a finite number",
     ),
     Pattern(
         "ctc_without_alignment",
@@ -129,8 +131,7 @@ PATTERNS = [
             "kl_div of a probability that is exactly zero: "
             + (
                 "the derivative of target * log(target) contains log(0) = -inf and target / target = 0 / "
-                "0 = NaN where the "
-                "target underflowed to 0"
+                "0 = NaN where the target underflowed to 0"
                 if fault.backward
                 else "the input is log(0) = -inf, and a zero target times it is 0 * inf = NaN"
             )
@@ -142,8 +143,7 @@ PATTERNS = [
         when=_masked_row,
         why=_masked_row_why,
         remedy="mask with a finite number instead of -inf, `scores.masked_fill(mask, "
-        "torch.finfo(scores.dtype).min)`, or "
-        "keep one position of every row open",
+        "torch.finfo(scores.dtype).min)`, or keep one position of every row open",
     ),
     Pattern(
         "inf_in_softmax",
@@ -171,16 +171,15 @@ PATTERNS = [
             f"-inf - (-inf) = NaN{written_by(fault)}"
         ),
         remedy="use the most negative finite number, `torch.finfo(x.dtype).min`, as the neutral element "
-        "instead of -inf, "
-        "or mask such rows before logsumexp",
+        "instead of -inf, or mask such rows before logsumexp",
     ),
     Pattern(
         "softmax_derivative",
         when=lambda fault: fault.differentiates("softmax", "log_softmax") and fault.origin == "converted",
         why=lambda fault: (
             f"the backward of {_softmax_name(fault)} sums gradient * probability along the row, and an "
-            "infinite "
-            "gradient meets a probability of zero (0 * inf) or an opposite infinity (inf - inf): NaN"
+            "infinite gradient meets a probability of zero (0 * inf) or an opposite infinity (inf - "
+            "inf): NaN"
         ),
         remedy="keep -inf log-probabilities out of the loss: select or mask them before they are summed, "
         "not after",

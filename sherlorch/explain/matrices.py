@@ -26,16 +26,15 @@ PATTERNS = [
             f"{'singular values' if 'svd' in _spectral(fault) else 'eigenvalues'} (equal or zero)"
         ),
         remedy="split them with a little jitter, `a + 1e-6 * torch.diag(torch.rand(n))`, or "
-        "differentiate a function that "
-        "does not need the vectors (svdvals, eigvalsh, a Sylvester solve for the matrix square root)",
+        "differentiate a function that does not need the vectors (svdvals, eigvalsh, a Sylvester solve "
+        "for the matrix square root)",
     ),
     Pattern(
         "singular_matrix_derivative",
         when=lambda fault: fault.differentiates(*_SINGULAR),
         why=lambda fault: (
             f"the derivative of {_named(fault)} needs the inverse of a matrix that is singular: its "
-            "determinant "
-            "is zero (equal or dependent rows), so it divides by zero"
+            "determinant is zero (equal or dependent rows), so it divides by zero"
         ),
         remedy="add jitter to the diagonal, `a + 1e-6 * torch.eye(n)`, or keep the rows apart",
     ),
@@ -47,8 +46,7 @@ PATTERNS = [
             + (" and its logarithm log(0) = -inf" if "det" in fault.name else ", so it divides by zero")
         ),
         remedy="add jitter to the diagonal, `a + 1e-6 * torch.eye(n)`, use `torch.linalg.pinv`, or drop "
-        "singular terms with "
-        "a log-sum-exp over several determinants",
+        "singular terms with a log-sum-exp over several determinants",
     ),
 ]
 

@@ -69,8 +69,8 @@ PATTERNS = [
             fault.name == "batch_norm" and fault.origin == "introduced" and fault.count in (None, 0, 1)
         ),
         why=lambda fault: (
-            f"batch norm over {'no rows' if fault.count == 0 else 'one row'}: the unbiased variance for the "
-            "running statistics divides by N - 1 = 0, and 0 / 0 = NaN stays in running_var"
+            f"batch norm over {'no rows' if fault.count == 0 else 'one row'}: the unbiased variance for "
+            "the running statistics divides by N - 1 = 0, and 0 / 0 = NaN stays in running_var"
         ),
         remedy="drop the last incomplete batch, `DataLoader(..., drop_last=True)`, or use `nn.GroupNorm` "
         "/ `nn.LayerNorm`",
@@ -85,8 +85,7 @@ PATTERNS = [
             f"{fault.name} subtracts a mean that is inf because its input contains inf: inf - inf = NaN"
         ),
         remedy="look at the operation before it that overflowed; in half precision clamp its result to "
-        "the finite range or "
-        "keep it in float32",
+        "the finite range or keep it in float32",
     ),
     Pattern(
         "mean_of_nothing",
@@ -102,7 +101,6 @@ PATTERNS = [
         when=_too_few,
         why=_too_few_why,
         remedy="skip the normalisation for a batch of one, use `x.std(unbiased=False)`, or drop the last "
-        "incomplete batch "
-        "(`drop_last=True`)",
+        "incomplete batch (`drop_last=True`)",
     ),
 ]

@@ -7,8 +7,8 @@ import re
 
 from sherlorch.capture.names import CASTS
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.explain.figures import aftermath, largest, over, show
 from sherlorch.explain.line import spelled
-from sherlorch.explain.numbers import aftermath, largest, over, show
 
 _EXPONENTIALS = ("exp", "expm1", "exp2", "cosh", "sinh", "i0", "ldexp", "logcumsumexp")
 _MATRIX = (
@@ -74,13 +74,13 @@ def _exponential_remedy(fault: Fault) -> str:
         )
     if fault.later("where"):
         return (
-            f"clamp its input to where that branch is used, `torch.exp({argument}.clamp(max=0))`, or "
-            "use expm1 / F.elu, before torch.where"
+            f"clamp its input to where that branch is used, `torch.exp({argument}.clamp(max=0))`, or use "
+            "expm1 / F.elu, before torch.where"
         )
     return (
         "clamp its input, "
-        f"`torch.{fault.name}({argument}.clamp(max={math.log(largest(fault.dtype)) - 0.5:.0f}))`, or "
-        "stay in log space"
+        f"`torch.{fault.name}({argument}.clamp(max={math.log(largest(fault.dtype)) - 0.5:.0f}))`, or stay "
+        "in log space"
     )
 
 
@@ -141,8 +141,8 @@ PATTERNS = [
         when=_half_backward,
         why=lambda fault: (
             f"{_kind(fault)} overflows in backward, the gradient does not fit in half precision: it is "
-            f"{over(fault)}; with a GradScaler the "
-            "first steps do this on purpose and are skipped, which is normal"
+            f"{over(fault)}; with a GradScaler the first steps do this on purpose and are skipped, which "
+            "is normal"
         ),
         remedy="scale the loss with `torch.amp.GradScaler` (it skips such steps and lowers the scale), "
         "start it lower, or use bfloat16",
@@ -158,8 +158,7 @@ PATTERNS = [
             "clamp before the cast, `x.clamp(-65504, 65504)`, or keep this tensor in float32"
             if fault.name in CASTS
             else "keep this operation in float32, `with torch.autocast(device, enabled=False): ... "
-            "x.float()`, scale or normalise its inputs "
-            "first, clamp to the half range, or use bfloat16"
+            "x.float()`, scale or normalise its inputs first, clamp to the half range, or use bfloat16"
         ),
     ),
     Pattern(
@@ -178,11 +177,11 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"{_kind(fault)} overflows {fault.dtype}: it is {over(fault)}; its inputs had grown to "
-            f"{show(_size(fault))}, as in training that diverges (learning rate too high, no normalisation)"
+            f"{show(_size(fault))}, as in training that diverges (learning rate too high, no "
+            "normalisation)"
         ),
         remedy="lower the learning rate, clip the gradients with `torch.nn.utils.clip_grad_norm_(params, "
-        "1.0)`, or normalise the "
-        "inputs of this operation",
+        "1.0)`, or normalise the inputs of this operation",
     ),
     Pattern(
         "overflow",
@@ -215,10 +214,8 @@ FAULTY_KERNEL = Pattern(
     when=lambda fault: fault.bounded and fault.origin == "introduced",
     why=lambda fault: (
         f"{fault.op_name} cannot give {'NaN' if fault.has_nan else 'Inf'} from finite inputs: this is a "
-        "faulty kernel, "
-        "a race on the memory, or memory that is out of bounds or broken"
+        "faulty kernel, a race on the memory, or memory that is out of bounds or broken"
     ),
     remedy="run the same call again and on the CPU, and compare; try `CUDA_LAUNCH_BLOCKING=1` and "
-    "compute-sanitizer, and another "
-    "version of the kernel",
+    "compute-sanitizer, and another version of the kernel",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sherlorch.explain.fault import Fault, Pattern
-from sherlorch.explain.numbers import epsilon_for, over, show
+from sherlorch.explain.figures import epsilon_for, over, show
 
 _ADAM = ("adam", "adamw", "fused_adam", "fused_adamw", "adagrad", "fused_adagrad", "adamax", "rmsprop")
 _STEPS = ("add", "sub", "addcdiv", "lerp", "sgd", "fused_sgd")
@@ -78,8 +78,7 @@ PATTERNS = [
         "clipping_by_infinite_norm",
         when=_clipped,
         why="clipping by an Inf norm: one gradient entry is inf, so the total norm is inf, the clip "
-        "coefficient "
-        "max_norm / inf = 0, and inf * 0 = NaN",
+        "coefficient max_norm / inf = 0, and inf * 0 = NaN",
         remedy="pass `error_if_nonfinite=True` to clip_grad_norm_, and remove what makes the gradient "
         "infinite",
     ),

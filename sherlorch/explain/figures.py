@@ -89,7 +89,6 @@ _NEXT = {
     "softmax": "; softmax of a row with +inf, or with nothing but -inf, is NaN",
     "log_softmax": "; log_softmax of a row with +inf, or with nothing but -inf, is NaN",
     "batch_norm": "; batch norm averages it into running_mean and running_var, where it stays",
-    "sub": "; a difference of two such infinities is NaN",
     "where": "; where() hides it from the result, but backward multiplies it by a zero gradient: 0 * inf "
     "= NaN",
 }
