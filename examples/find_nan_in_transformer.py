@@ -18,7 +18,7 @@ class Gate(nn.Module):
 class GatedBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=64, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(width, 4, dim_feedforward=64, dropout=0.0, batch_first=True)
         self.gate = Gate(width)
 
     def forward(self, x):
