@@ -67,17 +67,20 @@ class Group:
         return self.names + self.aten
 
 
-def tensors_in(args: Arguments, kwargs: Keywords) -> Iterator[torch.Tensor]:
+def tensors_in(args: Arguments, kwargs: Keywords) -> list[torch.Tensor]:
     """The tensors of a call, those in lists and tuples included."""
-    return _tensors([*args, *kwargs.values()])
+    found: list[torch.Tensor] = []
+    _collect(args, found)
+    _collect(kwargs.values(), found)
+    return found
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def _collect(values: Iterable[object], found: list[torch.Tensor]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            _collect(value, found)
 
 
 def _numbers(args: Arguments, kwargs: Keywords) -> Iterator[complex]:
