@@ -36,7 +36,7 @@ def scan(tensor: Tensor) -> int:
     """
     if tensor.dtype in _SUMMED:
         try:
-            total = _sum(tensor).item()
+            total = tensor.item() if tensor.dim() == 0 else _sum(tensor).item()
         except (RuntimeError, NotImplementedError):
             return _look_closely(tensor)
         if total - total == 0:

@@ -42,6 +42,14 @@ class ModuleWatch:
         found = self._names.get(id(tensor))
         return found[1:] if found is not None and found[0]() is tensor else None
 
+    def gradient_name(self, tensor: torch.Tensor) -> str:
+        """``model.head.weight.grad`` for the gradient of a watched parameter; empty for anything else."""
+        for reference, _, name in self._names.values():
+            owner = reference()
+            if owner is not None and owner.is_leaf and owner.grad is tensor:
+                return f"{name}.grad"
+        return ""
+
     def _hook(self, module: nn.Module, name: str) -> None:
         stack, changed = self._stack, self._on_change
 

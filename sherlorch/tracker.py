@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
+import gc
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -74,7 +74,6 @@ class ProvenanceTracker:
         self._modules = ModuleWatch(self._enter_module)
         self._module: Optional[str] = None
         self._scopes: dict[tuple[str, Optional[str]], Scope] = {}
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._warned: set[Optional[str]] = set()
         self._steps = 0
         self._depth = 0
@@ -86,8 +85,8 @@ class ProvenanceTracker:
             keep_all=keep == "all",
             defer=_defer,
             leaf_name=self._name_leaf,
-            is_gradient=lambda tensor: level == "function" and self._gradient_owner(tensor) is not None,
-            note_gradient=self._note_parameter,
+            by_object=level == "function",
+            is_gradient=lambda tensor: _gradient_owner(tensor) is not None,
             on_fault=None if on_nonfinite == "record" else self._fault,
         )
         self._mode = self._make_mode()
@@ -119,6 +118,7 @@ class ProvenanceTracker:
                     hook.remove()
                 self._hooks.clear()
                 self._steps = 0
+                self._recorder.step_line = None
                 self._set_scope()
 
     def enable(self) -> None:
@@ -135,7 +135,6 @@ class ProvenanceTracker:
         """Forget every node, for instance between steps."""
         self._recorder.clear()
         self._warned.clear()
-        self._parameters.clear()
 
     def watch(self, model: nn.Module, name: str = "model") -> ProvenanceTracker:
         """Tag nodes with the qualified name of the module that made them, and call parameters and buffers by theirs.
@@ -145,6 +144,7 @@ class ProvenanceTracker:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch() takes an nn.Module, got {type(model).__name__}: pass the model itself")
         self._modules.watch(model, name)
+        self._recorder.has_names = True
         return self
 
     def unwatch(self) -> None:
@@ -168,30 +168,28 @@ class ProvenanceTracker:
     def _hook_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        def before(*_: Any) -> None:
+        recorder = self._recorder
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._steps += 1
             self._set_scope()
+            # All kernels of torch's own optimizers have the line that called step(), unless a closure runs user code.
+            if type(optimizer).__module__.startswith("torch.") and len(args) < 2 and not kwargs:
+                user = source.user_frame(sys._getframe(1))
+                recorder.step_line = (user.f_code, user.f_lasti) if user is not None else None
 
         def after(*_: Any) -> None:
             self._steps = max(0, self._steps - 1)
+            recorder.step_line = None
             self._set_scope()
 
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _name_leaf(self, tensor: Tensor) -> str:
         found = self._modules.name_of(tensor)
-        if tensor.requires_grad and tensor.is_leaf:
-            self._note_parameter(tensor)
-            if found is None:
-                return "parameter" if isinstance(tensor, nn.Parameter) else ""
         if found is not None:
             return f"{found[0]} {found[1]}"
-        return ""
-
-    def _note_parameter(self, tensor: Tensor) -> None:
-        known = self._parameters.get(id(tensor))
-        if known is None or known() is not tensor:
-            self._parameters[id(tensor)] = weakref.ref(tensor)
+        return "parameter" if type(tensor) is nn.Parameter else ""
 
     # Faults as they happen.
 
@@ -235,22 +233,13 @@ class ProvenanceTracker:
 
     def _record_of(self, tensor: Tensor) -> Record:
         tensor = _inner(tensor)
-        gradient_of = self._gradient_owner(tensor) if self.level == "function" else None
-        record = None
-        if gradient_of is None:
-            with health.unseen():
-                record = self._recorder.find(tensor)
-                self._recorder.resolve()
-        if record is None:
-            raise UntracedTensorError(_why_untraced(tensor, self.level, gradient_of, bool(self._recorder.seq)))
+        with health.unseen():
+            record = self._recorder.find(tensor)
+            self._recorder.resolve()
+        hidden = self.level == "function" and (record is None or bool(record.bits & LEAF)) and _gradient_owner(tensor) is not None
+        if record is None or hidden:
+            raise UntracedTensorError(_why_untraced(tensor, self.level, hidden, bool(self._recorder.seq)))
         return record
-
-    def _gradient_owner(self, tensor: Tensor) -> Optional[Tensor]:
-        for reference in self._parameters.values():
-            owner = reference()
-            if owner is not None and owner.grad is tensor:
-                return owner
-        return None
 
     @property
     def graph(self) -> nx.DiGraph:
@@ -298,9 +287,7 @@ class ProvenanceTracker:
         found = self._modules.name_of(tensor)
         if found is not None:
             return found[1]
-        owner = self._gradient_owner(tensor)
-        found = self._modules.name_of(owner) if owner is not None else None
-        return f"{found[1]}.grad" if found is not None else ""
+        return self._modules.gradient_name(tensor)
 
     def _report(self, diagnosis: Diagnosis, name: str = "", notes: tuple[str, ...] = ()) -> DiagnosisReport:
         recorder = self._recorder
@@ -325,6 +312,15 @@ def _inner(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _gradient_owner(tensor: Tensor) -> Optional[Tensor]:
+    """The leaf whose ``grad`` the tensor is. Looks through every tensor of the process: for rare use."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing is not tensor and thing.requires_grad and thing.is_leaf and thing.grad is tensor:
+            owner: Tensor = thing
+            return owner
+    return None
+
+
 def _words(state: int) -> str:
     return {0: "only finite values", 1: "NaN", 2: "Inf", 3: "NaN and Inf"}[state]
 
@@ -342,9 +338,9 @@ def _name_in(frame: FrameType, tensor: Tensor) -> str:
     return ""
 
 
-def _why_untraced(tensor: Tensor, level: str, gradient_of: Optional[Tensor], traced: bool) -> str:
+def _why_untraced(tensor: Tensor, level: str, is_gradient: bool, traced: bool) -> str:
     what = f"tensor of shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).replace('torch.', '')}"
-    if gradient_of is not None:
+    if is_gradient:
         return (
             f"the {what} is a gradient, and level='function' does not see the backward pass: "
             "trace with sherlorch.trace(level='aten') to diagnose gradients"

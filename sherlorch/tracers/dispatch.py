@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from sherlorch.errors import NonFiniteError
 from sherlorch.tracers.plan import Plan, plan_overload
 from sherlorch.tracers.recorder import Recorder
 
+_NUMBERS = frozenset({float, int, bool, complex, type(None)})
 _NOTHING: dict[str, Any] = {}
+_PLANS: dict[bool, dict[int, Plan]] = {True: {}, False: {}}  # by id of the overload, which its plan keeps alive
 
 
 class DispatchTracer(TorchDispatchMode):
@@ -25,7 +28,7 @@ class DispatchTracer(TorchDispatchMode):
         self.recorder = recorder
         self.enabled = True
         self._fast = fast
-        self._plans: dict[int, Plan] = {}
+        self._plans = _PLANS[fast]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -48,11 +51,17 @@ class DispatchTracer(TorchDispatchMode):
             return NotImplemented  # the subclass unwraps itself; the calls on what it wraps come here
         if not self.enabled:
             return plan.call(*args, **kwargs) if kwargs else plan.call(*args)
-        if plan.writes:
-            return self.recorder.call_writing(plan, args, kwargs or {})
-        out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         try:
-            self.recorder.record(plan, args, kwargs or _NOTHING, out)
+            frame: Any = _getframe(1)
+        except ValueError:  # a thread of the autograd engine has no Python above
+            frame = None
+        if plan.writes:
+            return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
+        out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
+        if type(out) in _NUMBERS:
+            return out
+        try:
+            self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
         except NonFiniteError:
             raise
         except Exception as problem:

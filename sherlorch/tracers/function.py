@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sherlorch.tracers.plan import Plan, plan_function
 from sherlorch.tracers.recorder import SCALAR, Recorder, kind_of, kinds
 
 _NOTHING: dict[str, Any] = {}
+_PLANS: dict[bool, dict[Any, Plan]] = {True: {}, False: {}}
 
 
 class FunctionTracer(TorchFunctionMode):
@@ -26,8 +28,13 @@ class FunctionTracer(TorchFunctionMode):
         self.recorder = recorder
         self.enabled = True
         self._fast = fast
-        self._plans: dict[Any, Plan] = {}
-        recorder.scan = _scan
+        self._plans = _PLANS[fast]
+
+    def __enter__(self) -> FunctionTracer:
+        # Scans must not show up in a mode further out.
+        self.recorder.scan = health.scan_unseen if torch._C._len_torch_function_stack() else _scan
+        super().__enter__()
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -36,20 +43,19 @@ class FunctionTracer(TorchFunctionMode):
         if plan is None:
             plan = self._plans[func] = plan_function(func, self._fast)
         if not self.enabled:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or _NOTHING))
+        frame = _getframe(1)
         if plan.base == "backward" and args and isinstance(args[0], Tensor):
-            self.recorder.note_backward(plan, args[0])
+            self.recorder.note_backward(plan, args[0], frame)
         if plan.writes or (kwargs and "out" in kwargs):
-            return self.recorder.call_writing(plan, args, kwargs or {})
+            return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if plan.base == "grad" and isinstance(out, Tensor):
-            self.recorder.note_gradient(args[0])
         kind = kinds.get(type(out))
         if kind is None:
             kind = kind_of(type(out))
         if kind != SCALAR and not plan.ignored:
             try:
-                self.recorder.record(plan, args, kwargs or _NOTHING, out)
+                self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
             except NonFiniteError:
                 raise
             except Exception as problem:
@@ -62,7 +68,7 @@ never_compile(FunctionTracer.__torch_function__.__code__)
 
 def _scan(tensor: Tensor) -> int:
     """`health.scan` without autograd's notice and out of sight of other modes."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch._C._len_torch_dispatch_stack():
         return health.scan_unseen(tensor)
     if tensor.requires_grad:
         with torch._C._AutoDispatchBelowAutograd():

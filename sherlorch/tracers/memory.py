@@ -20,28 +20,31 @@ from sherlorch.health import NONFINITE
 
 Geometry = tuple[int, Sequence[int], Sequence[int], torch.dtype]
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
-_MANY_ALIASES = 32
+_MANY_TWINS = 32
 
 
 class Entry(weakref.ref):  # type: ignore[type-arg]
-    """One storage: `node` made all of it; `regions` tells the rest, where there is a rest."""
+    """One storage: `node` made all of it, and `views` are the nodes of other regions, once any was read.
 
-    __slots__ = ("key", "node", "regions")
+    While `views` is None every tensor on the storage is `node` or a finite part of it.
+    """
+
+    __slots__ = ("key", "more", "node", "views")
     key: int
     node: Optional[Record]
-    regions: Optional[Regions]
+    views: Optional[dict[Geometry, Record]]
+    more: Optional[More]
 
 
-class Regions:
-    """Views read and parts written since `Entry.node` made the storage."""
+class More:
+    """What few storages need: parts written since `Entry.node` made the whole, twins of views, doubt."""
 
-    __slots__ = ("aliases", "stale", "views", "writes")
+    __slots__ = ("stale", "twins", "writes")
 
     def __init__(self) -> None:
-        self.views: dict[Geometry, Record] = {}
         self.writes: list[tuple[Geometry, Record]] = []
         # Results with the geometry of an older node (detach, a view of the same shape) are told apart by object.
-        self.aliases: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
+        self.twins: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
         self.stale = False  # someone may have written while the tracer was not looking
 
 
@@ -70,15 +73,21 @@ def anchor(tensor: Tensor) -> Optional[Tensor]:
 
 def covers_storage(tensor: Tensor) -> bool:
     """Does the tensor hold each byte of its storage once?"""
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 class Memory:
-    """The table of storages. `leaf` makes the record of memory never seen before, `merge` that of a region which several
-    nodes wrote."""
+    """The table of storages.
 
-    def __init__(self, leaf: Callable[[Tensor], Record], merge: Callable[[Tensor, Sequence[Record]], Record]) -> None:
+    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote. `by_object`: the
+    tensors seen are the user's own objects, so that two with one geometry can be told apart.
+    """
+
+    def __init__(
+        self, leaf: Callable[[Tensor], Record], merge: Callable[[Tensor, Sequence[Record]], Record], by_object: bool = False
+    ) -> None:
         self.table: dict[int, Entry] = {}
+        self.by_object = by_object
         self._leaf = leaf
         self._merge = merge
         table = self.table
@@ -88,13 +97,6 @@ class Memory:
                 del table[entry.key]
 
         self.forget = forget
-
-    def node(self, tensor: Tensor) -> Record:
-        """The node that a strided tensor is, made on first sight."""
-        entry = self.table.get(tensor.untyped_storage()._cdata)
-        if entry is None:
-            return self.start_leaf(tensor)
-        return self.read(entry, tensor)
 
     def find(self, tensor: Tensor) -> Optional[Record]:
         """The node that a strided tensor is, or None for memory never seen."""
@@ -107,68 +109,78 @@ class Memory:
         entry = Entry(storage, self.forget)  # type: ignore[arg-type]
         entry.key = storage._cdata
         entry.node = record
-        entry.regions = None
+        entry.views = None
+        entry.more = None
         self.table[entry.key] = entry
         return entry
 
     def start_leaf(self, tensor: Tensor) -> Record:
         """First sight of an argument. A leaf that does not fill its storage speaks only for its own region."""
         record = self._leaf(tensor)
-        entry = self.start(tensor, record)
-        if not covers_storage(tensor):
+        storage = tensor.untyped_storage()
+        entry = self.table[storage._cdata] = Entry(storage, self.forget)  # type: ignore[arg-type]
+        entry.key = storage._cdata
+        entry.node = record
+        entry.views = None
+        entry.more = None
+        if tensor.nbytes != storage.nbytes():
             entry.node = None
-            entry.regions = Regions()
-            entry.regions.views[geometry(tensor)] = record
-            entry.regions.writes.append((geometry(tensor), record))
+            entry.views = {geometry(tensor): record}
+            entry.more = More()
+            entry.more.writes.append((geometry(tensor), record))
         return record
 
     def read(self, entry: Entry, tensor: Tensor) -> Record:
         """The node of `tensor` on a known storage."""
-        regions = entry.regions
-        if regions is None:
+        if entry.views is None:
             node = entry.node
             assert node is not None
-            # The whole is finite: so is every part. Otherwise a part is the whole only if it has its shape.
-            if tuple(tensor.shape) == tuple(node.shape) and tensor.dtype == node.dtype:
+            if node.shape == tensor.shape and node.dtype == tensor.dtype:
                 return node
-            regions = self.regions(entry, None)
-        if regions.stale:
-            return self._read_again(entry, regions, tensor)
-        alias = regions.aliases.get(id(tensor))
-        if alias is not None and alias[0]() is tensor:
-            return alias[1]
+        views = self.views(entry, None)
+        more = entry.more
+        if more is not None:
+            if more.stale:
+                return self._read_again(entry, views, tensor)
+            twin = more.twins.get(id(tensor))
+            if twin is not None and twin[0]() is tensor:
+                return twin[1]
         key = geometry(tensor)
-        record = regions.views.get(key)
+        record = views.get(key)
         if record is None:
-            record = regions.views[key] = self._assemble(entry, regions, key, tensor)
+            record = views[key] = self._assemble(entry, key, tensor)
         return record
 
-    def regions(self, entry: Entry, source: Optional[Tensor]) -> Regions:
-        """The entry's regions; made now, `source` being a tensor that is known to be `entry.node`."""
-        if entry.regions is None:
-            entry.regions = Regions()
+    def views(self, entry: Entry, source: Optional[Tensor]) -> dict[Geometry, Record]:
+        """The entry's views; begun now if need be, `source` being a tensor that is known to be `entry.node`."""
+        views = entry.views
+        if views is None:
             node = entry.node
             assert node is not None
-            if source is not None:
-                entry.regions.views[geometry(source)] = node
+            if source is not None and source.untyped_storage()._cdata == entry.key:
+                views = entry.views = {geometry(source): node}
             else:
                 shape = torch.Size(node.shape)
-                entry.regions.views[(0, shape, _contiguous_strides(shape), node.dtype)] = node
-        return entry.regions
+                views = entry.views = {(0, shape, _contiguous_strides(shape), node.dtype): node}
+        return views
 
-    def adopt(self, entry: Entry, tensor: Tensor, record: Record, source: Optional[Tensor] = None) -> None:
-        """`record` is a new view on a known storage, made from `source` where that is the same storage."""
-        regions = entry.regions
-        if regions is None:
-            same = source is not None and source.untyped_storage()._cdata == entry.key
-            regions = self.regions(entry, source if same else None)
-        key = geometry(tensor)
-        if regions.views.setdefault(key, record) is not record:
-            aliases = regions.aliases
-            if len(aliases) >= _MANY_ALIASES:
-                for dead in [number for number, (ref, _) in aliases.items() if ref() is None]:
-                    del aliases[dead]
-            aliases[id(tensor)] = (weakref.ref(tensor), record)
+    def adopt(self, entry: Entry, tensor: Tensor, record: Record, source: Optional[Tensor] = None) -> bool:
+        """`record` is a new view on a known storage, made from `source` where that is on the same storage.
+
+        False where an older node keeps standing for this very region.
+        """
+        views = entry.views
+        if views is None:
+            views = self.views(entry, source)
+        if views.setdefault((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype), record) is record:
+            return True
+        if self.by_object:
+            more = entry.more = entry.more or More()
+            if len(more.twins) >= _MANY_TWINS:
+                for dead in [number for number, (ref, _) in more.twins.items() if ref() is None]:
+                    del more.twins[dead]
+            more.twins[id(tensor)] = (weakref.ref(tensor), record)
+        return self.by_object
 
     def write(self, tensor: Tensor, record: Record) -> None:
         """`record` wrote the memory of `tensor`: every overlapping view is another value now."""
@@ -178,40 +190,49 @@ class Memory:
             if covers_storage(tensor):
                 return
             entry.node = None
+        node = entry.node
+        if node is not None:
+            if entry.views is None and node.shape == tensor.shape and node.dtype == tensor.dtype:
+                entry.node = record  # no other view was ever read
+                return
+            if covers_storage(tensor):
+                entry.node = record
+                entry.views = entry.more = None
+                return
         key = geometry(tensor)
-        if covers_storage(tensor):
-            entry.node = record
-            entry.regions = regions = Regions()
-            regions.views[key] = record
-            return
-        regions = entry.regions if entry.regions is not None else (Regions() if entry.node is None else self.regions(entry, None))
-        entry.regions = regions
-        regions.aliases.clear()
-        regions.views = {other: node for other, node in regions.views.items() if not _may_overlap(other, key)}
-        regions.views[key] = record
-        regions.writes = [(other, node) for other, node in regions.writes if other != key]
-        regions.writes.append((key, record))
+        views = self.views(entry, None) if node is not None else entry.views or {}
+        more = entry.more = entry.more or More()
+        more.twins.clear()
+        entry.views = {other: seen for other, seen in views.items() if not _may_overlap(other, key)}
+        entry.views[key] = record
+        more.writes = [(other, seen) for other, seen in more.writes if other != key]
+        more.writes.append((key, record))
 
     def distrust(self) -> None:
         """Storages may be written from now on without notice: read each again before its node is believed."""
         for entry in list(self.table.values()):
-            self.regions(entry, None).stale = True
+            if entry.node is not None:
+                self.views(entry, None)
+            entry.more = entry.more or More()
+            entry.more.stale = True
 
-    def _read_again(self, entry: Entry, regions: Regions, tensor: Tensor) -> Record:
-        known = regions.views.get(geometry(tensor))
+    def _read_again(self, entry: Entry, views: dict[Geometry, Record], tensor: Tensor) -> Record:
+        known = views.get(geometry(tensor))
         fresh = self._leaf(tensor)
         if known is not None and known.state == fresh.state:
             return known
         self.write(tensor, fresh)
         return fresh
 
-    def _assemble(self, entry: Entry, regions: Regions, key: Geometry, tensor: Tensor) -> Record:
+    def _assemble(self, entry: Entry, key: Geometry, tensor: Tensor) -> Record:
         """The node of a region that no single node made."""
-        wanted = [pair for pair in reversed(regions.writes) if _may_overlap(pair[0], key)]
+        more = entry.more
+        wanted = [pair for pair in reversed(more.writes if more is not None else []) if _may_overlap(pair[0], key)]
         base = entry.node
         if base is None and not wanted:
             record = self._leaf(tensor)
-            regions.writes.append((key, record))
+            more = entry.more = more or More()
+            more.writes.append((key, record))
             return record
         parts = [node for _, node in wanted] + ([base] if base is not None else [])
         if len(parts) > 1 and any(part.bits & NONFINITE for part in parts):
@@ -220,7 +241,8 @@ class Memory:
         if base is not None and covers_storage(tensor):
             # It stands for everything written so far: later reads need not look behind it.
             entry.node = record
-            regions.writes.clear()
+            if more is not None:
+                more.writes.clear()
         return record
 
     @staticmethod

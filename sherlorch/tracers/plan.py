@@ -20,7 +20,7 @@ class Plan(OpFacts):
     """Facts of one op for the recorder."""
 
     __slots__ = (
-        "arguments", "blind", "bounded", "by_element", "call", "conditional", "func", "ignored", "keeps_old", "law", "lifts", "overwrites",
+        "arguments", "blind", "bounded", "by_element", "call", "conditional", "func", "ignored", "in_place", "keeps_old", "law", "lifts", "overwrites",
         "pointwise", "random", "root", "unmarked", "writes",
     )  # fmt: skip
 
@@ -47,6 +47,7 @@ class Plan(OpFacts):
         self.unmarked = base in traits.UNMARKED_WRITES
         self.overwrites = base in traits.OVERWRITES
         self.by_element = False  # element i of a list result depends on element i of the lists only
+        self.in_place = False  # writes its first argument, one tensor, and nothing else
         self.keeps_old = False
         self.lifts = False  # makes a tensor of data that the program holds
         self.pointwise = False
@@ -85,6 +86,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.writes = traits.written_arguments(schema, base)
     plan.by_element = base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     plan.keeps_old = bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    plan.in_place = [(position, is_out) for position, _, is_out in plan.writes] == [(0, False)] and not plan.by_element
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
@@ -119,6 +121,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     if not plan.ignored and (in_place or name == "__setitem__" or plan.unmarked or _may_write(func)):
         plan.writes = [(0, "", False)]
     plan.keeps_old = in_place and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    plan.in_place = in_place and not name.startswith("_") and not isinstance(func, FunctionType)
     plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
     plan.pointwise = _is_pointwise_function(plan.root)
     plan.random = plan.root in _RANDOM

@@ -6,7 +6,6 @@ serves the rare calls. Nothing is decided while recording that can be decided la
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,22 +25,24 @@ from sherlorch.graph import (
 )  # fmt: skip
 from sherlorch.health import INF, NAN, NONFINITE
 from sherlorch.ops import traits
-from sherlorch.tracers.memory import Memory, anchor
+from sherlorch.source import ENGINE, INTERNAL, USER
+from sherlorch.tracers.memory import Entry, Memory, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 
 CPU = torch.device("cpu")
 SCALAR, TENSOR, NESTED = 0, 1, 2
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
-_WORTH_KEEPING = 4096  # elements up to which an in-place op's input is copied whatever the op
 _MOST_RERUNS = 2000
 _PENDING_LIMIT = 4096
 _LINKS_KEPT = 200_000
+_NOTHING: dict[str, Any] = {}
+_strided = torch.strided
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 _current_autograd_node = torch._C._current_autograd_node
 _get_sequence_nr = torch.autograd._get_sequence_nr
-_getframe = sys._getframe
 _frame_kinds = source.kinds
 
 kinds: dict[type, int] = {
@@ -106,8 +107,8 @@ class Recorder:
         defer: bool = False,
         leaf_name: Callable[[Tensor], str] = lambda tensor: "",
         on_fault: Optional[Callable[[Record], None]] = None,
+        by_object: bool = False,
         is_gradient: Callable[[Tensor], bool] = lambda tensor: False,
-        note_gradient: Callable[[Tensor], None] = lambda owner: None,
     ) -> None:
         self.capture_stack = capture_stack
         self.floating = health.FLOATING if check_dtypes is None else frozenset(check_dtypes)
@@ -115,10 +116,12 @@ class Recorder:
         self.defer = defer  # treat every device as an accelerator
         self.leaf_name = leaf_name
         self.on_fault = on_fault
+        self.by_object = by_object
         self.is_gradient = is_gradient
-        self.note_gradient = note_gradient
+        self.has_names = False  # are there watched modules to ask?
         self.scan = health.scan
         self.forward_scope = self.scope = Scope(FORWARD)
+        self.step_line: Optional[tuple[Any, int]] = None  # the user's line of the torch optimizer step that runs now
         self._backward = Scope(BACKWARD)
         self._optimizer = Scope(OPTIMIZER)
         self.clear()
@@ -131,7 +134,7 @@ class Recorder:
         self.inherited = 0
         self.unseen: dict[str, int] = {}
         self.reruns = 0
-        self.memory = Memory(self._leaf, self._merged)
+        self.memory = Memory(self._leaf, self._merged, self.by_object)
         self.table = self.memory.table
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.sequence = _get_sequence_nr()
@@ -142,70 +145,15 @@ class Recorder:
 
     # The common way: an op that writes none of its arguments.
 
-    def record(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Add the results of a call that wrote none of its arguments."""
-        parents: list[Record] = []
-        bits = 0
-        table = self.table
-        for arg in args:
-            kind = kinds.get(type(arg))
-            if kind == TENSOR:
-                try:
-                    entry = table.get(arg.untyped_storage()._cdata)
-                except (NotImplementedError, RuntimeError):
-                    node = self.node_of(arg)
-                else:
-                    if entry is None:
-                        node = self.memory.start_leaf(arg)
-                    else:
-                        regions = entry.regions
-                        if regions is None:
-                            node = entry.node
-                            if node.bits & NONFINITE:  # type: ignore[union-attr]
-                                node = self.memory.read(entry, arg)
-                        elif regions.stale or regions.aliases:
-                            node = self.memory.read(entry, arg)
-                        else:
-                            node = regions.views.get((arg.storage_offset(), arg.shape, arg.stride(), arg.dtype))
-                            if node is None:
-                                node = self.memory.read(entry, arg)
-                parents.append(node)  # type: ignore[arg-type]
-                bits |= node.bits  # type: ignore[union-attr]
-            elif kind != SCALAR:
-                for tensor in tensors_in(arg):
-                    node = self.node_of(tensor)
-                    parents.append(node)
-                    bits |= node.bits
-        if kwargs:
-            for tensor in tensors_in(kwargs):
-                node = self.node_of(tensor)
-                parents.append(node)
-                bits |= node.bits
-
+    def record(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, frame: Any) -> None:
+        """Add the results of a call that wrote none of its arguments; `frame` made the call."""
+        parents, bits = self.inputs(args, kwargs)
         if plan.blind:
             parents.clear()
             bits = 0
-
-        # Where: the user's frame in the forward pass, the forward record in the backward pass.
-        link = autograd = code = None
-        instruction = 0
-        scope = self.scope
-        current = _current_autograd_node()
-        if current is not None:
-            code, instruction, scope, link, autograd = self.backward_site(current, _getframe(1).f_back)
-        elif self.capture_stack:
-            frame: Any = _getframe(1).f_back
-            while frame is not None:
-                where = _frame_kinds.get(id(frame.f_code))
-                if where is None:
-                    where = source.classify(frame)
-                if where == 1:
-                    code = frame.f_code
-                    instruction = frame.f_lasti
-                    break
-                frame = frame.f_back
+        code, instruction, scope, link, autograd = self.where(frame)
         sequence = _get_sequence_nr()
-        if bits & GRADIENT and current is None and sequence == self.sequence and scope.phase == FORWARD:
+        if bits & GRADIENT and autograd is None and sequence == self.sequence and scope.phase == FORWARD:
             scope = self._optimizer  # works on gradients without recording a graph
 
         if type(out) is Tensor:
@@ -224,6 +172,53 @@ class Recorder:
             record = self.add_result(plan, args, kwargs, result, tuple(parents), bits, code, instruction, scope, link, autograd, call)
         if sequence != self.sequence:
             self.tie(record, sequence)
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Record], int]:
+        """The nodes of every tensor argument, and their bits joined."""
+        parents: list[Record] = []
+        bits = 0
+        table = self.table
+        for arg in args:
+            kind = kinds.get(type(arg))
+            if kind == TENSOR:
+                try:
+                    entry = table.get(arg.untyped_storage()._cdata)
+                except (NotImplementedError, RuntimeError):
+                    node = self.node_of(arg)
+                else:  # as `node_of`, without the call
+                    if entry is None:
+                        node = self.memory.start_leaf(arg)
+                    elif entry.views is None:
+                        node = entry.node  # type: ignore[assignment]
+                        if node.bits & NONFINITE:
+                            node = self.memory.read(entry, arg)
+                    elif entry.more is None:
+                        found = entry.views.get((arg.storage_offset(), arg.shape, arg.stride(), arg.dtype))
+                        node = found if found is not None else self.memory.read(entry, arg)
+                    else:
+                        node = self.memory.read(entry, arg)
+                parents.append(node)
+                bits |= node.bits
+            elif kind != SCALAR:
+                for item in tensors_in(arg) if kind is None or type(arg) is not list else arg:
+                    kind = kinds.get(type(item))
+                    if kind == TENSOR:
+                        node = self.node_of(item)
+                        parents.append(node)
+                        bits |= node.bits
+                    elif kind != SCALAR:
+                        for tensor in tensors_in(item):
+                            node = self.node_of(tensor)
+                            parents.append(node)
+                            bits |= node.bits
+        if kwargs:
+            for value in kwargs.values():
+                if kinds.get(type(value)) != SCALAR:
+                    for tensor in tensors_in(value):
+                        node = self.node_of(tensor)
+                        parents.append(node)
+                        bits |= node.bits
+        return parents, bits
 
     def add_result(
         self,
@@ -245,11 +240,14 @@ class Recorder:
             storage = out.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return self._add_loose(plan, args, kwargs, out, parents, bits, Site(code, instruction, scope, link, autograd), call)
-        entry = self.table.get(storage._cdata)
-        if entry is not None and any(out is arg for arg in args):
-            if plan.lifts:
-                self._name_lifted(parents[0], code, instruction)
-            return None
+        key = storage._cdata
+        entry = self.table.get(key)
+        if entry is not None:
+            for arg in args:
+                if arg is out:
+                    if plan.lifts:
+                        self._name_lifted(parents[0], code, instruction)
+                    return None
         dtype = out.dtype
         device = CPU if out.is_cpu else out.device
         extra = None
@@ -269,8 +267,6 @@ class Recorder:
                 state = PENDING
         if scope.phase == BACKWARD or (scope is self._optimizer and bits & GRADIENT):
             state |= GRADIENT
-        if bits & NONFINITE and dtype in self.floating:
-            mark_consumed(parents)
         if state & NONFINITE:
             state, extra = self._examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
@@ -281,17 +277,29 @@ class Recorder:
         )
         if keep:
             self.records.append(record)
-        if plan.lifts and state & NONFINITE and not parents:
-            record.bits = record.bits & ~CONSTANT | LEAF
-            record.extra = Extra(evidence=_leaf_evidence(out))
-            record.code = None
-            self._name_lifted(record, code, instruction)
-        if state & NONFINITE and out.requires_grad:
-            record.bits |= GRAPH
+        if state & NONFINITE:
+            if plan.lifts and not parents:
+                record.bits = record.bits & ~CONSTANT | LEAF
+                record.extra = Extra(evidence=_leaf_evidence(out))
+                record.code = None
+                self._name_lifted(record, code, instruction)
+            if out.requires_grad:
+                record.bits |= GRAPH
         if entry is None:
-            self.memory.start(out, record)
+            entry = self.table[key] = Entry(storage, self.memory.forget)  # as `Memory.start`, without the call
+            entry.key = key
+            entry.node = record
+            entry.views = None
+            entry.more = None
         else:
-            self.memory.adopt(entry, out, record, args[0] if args and kinds.get(type(args[0])) == TENSOR else None)
+            shape = record.shape
+            if entry.views is None or entry.views.setdefault((out.storage_offset(), shape, out.stride(), dtype), record) is not record:
+                source = args[0] if args and kinds.get(type(args[0])) == TENSOR else None
+                if not self.memory.adopt(entry, out, record, source) and state & NONFINITE:
+                    record.bits |= CONSUMED  # stands for a tensor that is known by an older node
+                    bits = 0
+        if bits & NONFINITE and dtype in self.floating:
+            mark_consumed(parents)
         if state & (NONFINITE | PENDING):
             self._settle(plan, out, record, parents, bits)
         return record
@@ -354,43 +362,58 @@ class Recorder:
             del self.links[: _LINKS_KEPT // 2]
             self.links_start += _LINKS_KEPT // 2
 
-    def backward_site(self, current: Any, frame: Any) -> Site:
-        """Site of a call made while the autograd engine runs."""
-        number = current._sequence_nr() - self.links_start
-        link = self.links[number] if 0 <= number < len(self.links) else None
-        autograd = type(current)
-        where = _frame_kinds.get(id(frame.f_code)) if frame is not None else source.ENGINE
-        if where == source.ENGINE:
-            return Site(None, 0, self._backward, link, autograd)
+    def where(self, frame: Any) -> tuple[Any, int, Scope, Optional[Record], Any]:
+        """Of a call made by `frame`: code and instruction of the user's line, scope, forward record, autograd node."""
+        current = _current_autograd_node()
+        if current is not None:
+            number = current._sequence_nr() - self.links_start
+            link = self.links[number] if 0 <= number < len(self.links) else None
+            if frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE:
+                return None, 0, self._backward, link, type(current)
+            return self._inside_backward(frame, link, type(current))
+        scope = self.scope
+        if scope.phase == OPTIMIZER:
+            if torch.is_grad_enabled():
+                scope = self.forward_scope  # a closure computes the loss again
+            elif self.step_line is not None and _frame_kinds.get(id(frame.f_code)) == INTERNAL:
+                code, instruction = self.step_line
+                return code, instruction, scope, None, None
+        if self.capture_stack:
+            while frame is not None:
+                code = frame.f_code
+                kind = _frame_kinds.get(id(code))
+                if kind == USER:
+                    return code, frame.f_lasti, scope, None, None
+                if kind is None:
+                    source.classify(frame)
+                else:
+                    frame = frame.f_back
+        return None, 0, scope, None, None
+
+    def _inside_backward(self, frame: Any, link: Optional[Record], autograd: Any) -> tuple[Any, int, Scope, Optional[Record], Any]:
+        """Python that the autograd engine runs: a custom backward, a hook, a checkpoint's second forward."""
         user = source.user_frame(frame, past_engine=False)
         if user is None:
-            return Site(None, 0, self._backward, link, autograd)
+            return None, 0, self._backward, link, autograd
         if torch.is_grad_enabled() and source.runs_checkpoint(frame):
-            return Site(user.f_code, user.f_lasti, Scope(RECOMPUTE, self.scope.module), None, None)
-        return Site(user.f_code, user.f_lasti, Scope(BACKWARD, self._module_of(link)), link, autograd)
+            return user.f_code, user.f_lasti, Scope(RECOMPUTE, self.scope.module), None, None
+        return user.f_code, user.f_lasti, Scope(BACKWARD, self._module_of(link)), link, autograd
 
     def _module_of(self, link: Optional[Record]) -> Optional[str]:
         while link is not None and link.link is not None:
             link = link.link
         return link.scope.module if link is not None else self.scope.module
 
-    def site(self, depth: int) -> Site:
-        """Site of the call that runs now, for the rare ways."""
-        frame = _getframe(depth).f_back
-        current = _current_autograd_node()
-        if current is not None:
-            return self.backward_site(current, frame)
-        user = source.user_frame(frame) if self.capture_stack else None
-        return Site(user.f_code if user is not None else None, user.f_lasti if user is not None else 0, self.scope, None, None)
-
-    def note_backward(self, plan: Plan, loss: Tensor) -> None:
+    def note_backward(self, plan: Plan, loss: Tensor, frame: Any) -> None:
         """Function level: gradients seen from now on come from this call."""
-        self.last_backward = (plan, self.node_of(loss), self.site(2))
+        self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
 
     # Ops that write.
 
-    def call_writing(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_writing(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
         """Run a call that writes arguments, and add what it wrote and what it returned."""
+        if plan.in_place and type(args[0]) in _PLAIN:
+            return self._call_in_place(plan, args, kwargs, frame)
         try:
             writing = _Writing(self, plan, args, kwargs)
         except Exception as problem:
@@ -398,39 +421,98 @@ class Recorder:
             return plan.call(*args, **kwargs)
         out = plan.call(*args, **kwargs)
         try:
-            writing.finish(out, self.site(2))
+            writing.finish(out, Site(*self.where(frame)))
         except _PASSES_THROUGH:
             raise
         except Exception as problem:
             self.miss(plan, problem)
         return out
 
+    def _call_in_place(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
+        """The usual write: ``x.op_(...)`` on one plain tensor."""
+        target = args[0]
+        old: Mapping[str, Tensor] = _NOTHING
+        version = -1
+        problem: Optional[Exception] = None
+        try:
+            # Inputs are looked up before the call: afterwards their memory may hold something else.
+            if plan.overwrites and (len(args) == 1 or not _share_memory(target, args[1:])):
+                parents, bits = self.inputs(args[1:], kwargs)
+                known = self.find(target)
+                if known is not None:
+                    known.bits |= CONSUMED
+            else:
+                parents, bits = self.inputs(args, kwargs)
+                if plan.keeps_old or bits & NONFINITE:
+                    old = {plan.arguments[0] if plan.arguments else "arg0": self.copy(target)}
+            if not plan.arguments:
+                version = _version(target)
+        except Exception as reason:
+            problem = reason
+        out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
+        try:
+            if problem is not None:
+                raise problem
+            if version < 0 or _version(target) != version:
+                record = self.add_write(plan, args, kwargs, target, tuple(parents), bits, *self.where(frame), 0, old)
+                sequence = _get_sequence_nr()
+                if sequence != self.sequence:
+                    self.tie(record, sequence)
+        except _PASSES_THROUGH:
+            raise
+        except Exception as reason:
+            self.miss(plan, reason)
+        return out
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy that autograd and other modes do not see."""
+        if self.scan is health.scan:
+            return tensor.clone()
+        with health.unseen():
+            return tensor.detach().clone()
+
     def add_write(
-        self, plan: Plan, args: Any, kwargs: Any, target: Tensor, parents: tuple[Record, ...], site: Site, call: int, old: Any
+        self,
+        plan: Plan,
+        args: Any,
+        kwargs: Any,
+        target: Tensor,
+        parents: tuple[Record, ...],
+        bits: int,
+        code: Any,
+        instruction: int,
+        scope: Scope,
+        link: Optional[Record],
+        autograd: Any,
+        call: int,
+        old: Any,
     ) -> Record:
         """Add the node of an argument that was just written."""
-        bits = 0
-        for parent in parents:
-            bits |= parent.bits
-        held = anchor(target)
-        state = self._state(held, plan, bits)
-        mark_consumed(parents)
-        scope = site.scope
-        if scope.phase == FORWARD and bits & GRADIENT and not torch.is_grad_enabled():
-            scope = self._optimizer
-        if scope.phase == BACKWARD or (parents and parents[0].bits & GRADIENT and scope.phase != FORWARD):
+        held = target if type(target) in _PLAIN and target.layout is _strided else anchor(target)
+        dtype = target.dtype
+        device = CPU if target.is_cpu else target.device
+        state = 0
+        if dtype in self.floating and held is not None:
+            state = self.scan(held) if device is CPU and not self.defer else PENDING
+        if bits & NONFINITE:
+            mark_consumed(parents)
+        if bits & GRADIENT:
+            if scope.phase == FORWARD and not torch.is_grad_enabled():
+                scope = self._optimizer
+            if parents[0].bits & GRADIENT and scope.phase != FORWARD:
+                state |= GRADIENT
+        elif scope.phase == BACKWARD:
             state |= GRADIENT
         extra = None
         if state & NONFINITE:
             state, extra = self._examine(plan, args, kwargs, target, parents, state, old)
-        self.seq += 1
+            if plan.base == _UNSCALE:
+                state |= CONSUMED  # GradScaler has noticed and will skip the step
+        seq = self.seq = self.seq + 1
         keep = self.keep_all or state & (NONFINITE | PENDING)
         record = Record(
-            self.seq, call or self.seq, plan, target.shape, target.dtype, CPU if target.is_cpu else target.device, state,
-            parents if keep else (), site.code, site.instruction, scope, site.link, site.autograd, extra,
-        )  # fmt: skip
-        if plan.base == _UNSCALE:
-            record.bits |= CONSUMED  # GradScaler has noticed and will skip the step
+            seq, call or seq, plan, target.shape, dtype, device, state, parents if keep else (), code, instruction, scope, link, autograd, extra
+        )
         if keep:
             self.records.append(record)
         if held is None:
@@ -452,9 +534,27 @@ class Recorder:
 
     def node_of(self, tensor: Tensor) -> Record:
         """The node that any tensor is; a leaf is made on first sight."""
+        try:
+            entry = self.table.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return self._node_without_storage(tensor)
+        if entry is None:
+            return self.memory.start_leaf(tensor)
+        if entry.views is None:
+            node = entry.node
+            if not node.bits & NONFINITE:  # type: ignore[union-attr]
+                return node  # type: ignore[return-value]
+        elif entry.more is None:
+            found = entry.views.get((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype))
+            if found is not None:
+                return found
+        return self.memory.read(entry, tensor)
+
+    def _node_without_storage(self, tensor: Tensor) -> Record:
+        """Sparse, functorch-wrapped and opaque tensors."""
         held = anchor(tensor)
         if held is not None:
-            return self.memory.node(held)
+            return self.node_of(held)
         found = self.loose.get(id(tensor))
         if found is not None and found[0]() is tensor:
             return found[1]
@@ -471,24 +571,24 @@ class Recorder:
         return found[1] if found is not None and found[0]() is tensor else None
 
     def _leaf(self, tensor: Tensor) -> Record:
-        state = PENDING
-        if tensor.dtype not in self.floating:
-            state = 0
-        elif tensor.is_cpu and not self.defer:
-            state = self.scan(tensor)
-        name = self.leaf_name(tensor)
-        extra = Extra(name) if name or state & NONFINITE else None
+        dtype = tensor.dtype
+        device = CPU if tensor.is_cpu else tensor.device
+        state = 0
+        if dtype in self.floating:
+            state = self.scan(tensor) if device is CPU and not self.defer else PENDING
+        extra = None
+        if self.has_names or state & NONFINITE:
+            name = self.leaf_name(tensor)
+            extra = Extra(name) if name or state & NONFINITE else None
         if state & NONFINITE and extra is not None:
             extra.evidence = _leaf_evidence(tensor)
             extra.mask = _is_mask(extra.evidence.result)
             born = self._gradient_of_backward(tensor, state, extra)
             if born is not None:
                 return born
-        self.seq += 1
-        record = Record(
-            self.seq, self.seq, _LEAF, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device, state | LEAF, (), None, 0,
-            self.scope if self.scope.phase == FORWARD else self.forward_scope, None, None, extra,
-        )  # fmt: skip
+        seq = self.seq = self.seq + 1
+        scope = self.scope if self.scope.phase == FORWARD else self.forward_scope
+        record = Record(seq, seq, _LEAF, tensor.shape, dtype, device, state | LEAF, (), None, 0, scope, None, None, extra)
         if self.keep_all or state & (NONFINITE | PENDING):
             self.records.append(record)
         if state & NONFINITE:
@@ -711,15 +811,7 @@ class _Writing:
 
     def _overlaps(self, target: Tensor) -> bool:
         """Does a full overwrite read memory that it writes?"""
-        held = anchor(target)
-        if held is None:
-            return False
-        key = held.untyped_storage()._cdata
-        for tensor in tensors_in((self.args, self.kwargs)):
-            other = anchor(tensor) if tensor is not target else None
-            if other is not None and other.untyped_storage()._cdata == key:
-                return True
-        return False
+        return _share_memory(target, (self.args, self.kwargs))
 
     def _nodes(self, value: Any, written: set[int]) -> list[Optional[Record]]:
         node_of = self.recorder.node_of
@@ -736,11 +828,10 @@ class _Writing:
             if not reads or target.dtype not in self.recorder.floating:
                 continue
             bad = any(node is not None and node.bits & NONFINITE for _, nodes in self.inputs for node in nodes)
-            if plan.keeps_old or bad or target.numel() <= _WORTH_KEEPING:
+            if plan.keeps_old or bad:
                 named = named or plan.name_arguments(self.args, self.kwargs)
                 name = next((name for name, value in named.items() if value is target), "self")
-                with health.unseen():
-                    old[name] = target.detach().clone()
+                old[name] = self.recorder.copy(target)
         return old
 
     def _parents(self, index: int) -> tuple[Record, ...]:
@@ -767,7 +858,10 @@ class _Writing:
                 whole = parents = whole if whole is not None else self._parents(-1)
             else:
                 parents = self._parents(index)
-            record = recorder.add_write(plan, self.args, self.kwargs, target, parents, site, call, self.old)
+            bits = 0
+            for parent in parents:
+                bits |= parent.bits
+            record = recorder.add_write(plan, self.args, self.kwargs, target, parents, bits, *site, call, self.old)
         written = {id(target) for target, _, _ in self.targets}
         for result in tensors_in(out):
             if id(result) in written:
@@ -780,6 +874,18 @@ class _Writing:
         sequence = _get_sequence_nr()
         if sequence != recorder.sequence and record is not None:
             recorder.tie(record, sequence)
+
+
+def _share_memory(target: Tensor, others: Any) -> bool:
+    held = anchor(target)
+    if held is None:
+        return False
+    key = held.untyped_storage()._cdata
+    for tensor in tensors_in(others):
+        other = anchor(tensor) if tensor is not target else None
+        if other is not None and other.untyped_storage()._cdata == key:
+            return True
+    return False
 
 
 def _version(tensor: Tensor) -> int:
