@@ -27,7 +27,7 @@ class Call:
         self.tensors: list[tuple[str, Tensor | None]] = []  # None: overwritten, and there is no copy
         self._given = result
         self.result = self._plain(result)
-        element = _element_of(arguments, result) if "foreach" in op else None
+        element = _element_of(arguments, result)
         self.arguments = {name: self._take(name, value, old, element) for name, value in arguments.items()}
         values = list(self.arguments.values())
         swapped = op in SWAPPED and len(values) > 1
@@ -160,7 +160,7 @@ def _same_memory(argument: Tensor, result: Tensor) -> bool:
 
 
 def _element_of(arguments: Mapping[str, Any], result: Tensor) -> int | None:
-    """Which element of a `_foreach_` call's lists `result` is, for the calls that write into them."""
+    """Which element of its lists a `_foreach_` call wrote, where `result` is one; None for other calls."""
     for value in arguments.values():
         if isinstance(value, (list, tuple)):
             for i, item in enumerate(value):

@@ -124,6 +124,8 @@ def _zero_because(fault: Fault, position: int) -> str:
 
 def _guard(fault: Fault) -> str:
     divisor = spelled(fault.source, "div", 1, "divisor")
+    if fault.is_number(1):
+        return f"divide by at least one, `max({divisor}, 1)`, or skip the division when the count is 0"
     whole = spelled(fault.source, "div", 0, "x")
     if fault.made_by(1, "norm") and whole in divisor:
         return (
@@ -133,6 +135,14 @@ def _guard(fault: Fault) -> str:
     return (
         f"floor the denominator, `{divisor}.clamp_min({epsilon_for(fault.dtype)})`, or add an epsilon to it"
     )
+
+
+def _guard_reciprocal(fault: Fault) -> str:
+    divisor = spelled(fault.source, "div", 1, "")
+    if divisor:
+        return f"floor the denominator, `1 / {divisor}.clamp_min({epsilon_for(fault.dtype)})`"
+    argument = spelled(fault.source, fault.name, 0, "x")
+    return f"add an epsilon before: `torch.{fault.name}({argument} + {epsilon_for(fault.dtype)})`"
 
 
 def _over_zero(fault: Fault) -> bool:
@@ -238,6 +248,6 @@ PATTERNS = [
         "reciprocal_of_zero",
         when=lambda fault: fault.is_fresh("reciprocal", "rsqrt") and fault.has_inf and fault.may_be_zero(0),
         why=lambda fault: f"{fault.name}(0) = inf, 1 / 0: {_zero_because(fault, 0)}{aftermath(fault)}",
-        remedy=lambda fault: f"add an epsilon before: `torch.{fault.name}(x + {epsilon_for(fault.dtype)})`",
+        remedy=_guard_reciprocal,
     ),
 ]

@@ -85,12 +85,12 @@ def _log_remedy(fault: Fault) -> str:
 
 def _times_own_log(source: str) -> bool:
     """Whether the line writes p * log(p) or p * p.log()."""
-    return re.search(r"(\w+) \* (?:torch\.|\()?(?:log\()?\1\b", source) is not None
+    return re.search(r"(\w+)\s*\*\s*(?:torch\.|\()?(?:log\()?\1\b", source) is not None
 
 
 def _edge(fault: Fault) -> str:
     value = fault.operand(0)
-    call = f"{fault.name}({show(value, '1')})"
+    call = f"{fault.name}({'1' if value is None else f'{value:.8g}'})"
     if fault.has_nan and not (value is not None and abs(value) <= 1):
         return (
             f"{call} is NaN: the input is outside the domain {_DOMAINS.get(fault.name, '[-1, 1]')}, often "

@@ -67,6 +67,11 @@ class Fault:
         return 0 in sizes and math.inf in sizes
 
     @property
+    def zero_may_meet_inf(self) -> bool:
+        """As far as is known: an operand that nobody saw may be either."""
+        return self.zero_meets_inf or len(self.operands) < 2 or None in self.operands
+
+    @property
     def backward(self) -> bool:
         return self.phase == "backward"
 

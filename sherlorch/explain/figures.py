@@ -66,10 +66,10 @@ def over(fault: Fault) -> str:
     headroom = fault.evidence.headroom if fault.evidence else None
     if headroom is None:
         return f"more than {limit}"
-    return (
-        f"{headroom:.4g} times {limit}"
-        if headroom > 1
-        else f"in range only at its end; a part of it exceeds {limit}"
+    if 1 <= headroom < 1.001:
+        return f"just over {limit}"
+    return f"{headroom:.4g} times {limit}" + (
+        "" if headroom > 1 else ", but a value on the way to it exceeds that"
     )
 
 
@@ -88,6 +88,7 @@ _NEXT = {
     "mul": "; where it meets a factor of zero it is 0 * inf = NaN",
     "softmax": "; softmax of a row with +inf, or with nothing but -inf, is NaN",
     "log_softmax": "; log_softmax of a row with +inf, or with nothing but -inf, is NaN",
+    "div": "; divided by another infinity it is NaN (inf / inf)",
     "batch_norm": "; batch norm averages it into running_mean and running_var, where it stays",
     "where": "; where() hides it from the result, but backward multiplies it by a zero gradient: 0 * inf "
     "= NaN",

@@ -37,8 +37,7 @@ def _zero_inf(fault: Fault) -> bool:
     if fault.origin == "propagated" or not fault.has_nan:
         return False
     if fault.name in ("mul", "addcmul"):
-        unseen = None in fault.operands or len(fault.operands) < 2
-        return fault.zero_meets_inf or (unseen and fault.origin == "converted")
+        return fault.zero_meets_inf or (fault.zero_may_meet_inf and fault.origin == "converted")
     return fault.name in _PRODUCTS and fault.origin == "converted"
 
 

@@ -67,7 +67,7 @@ def _exponential_remedy(fault: Fault) -> str:
         )
     if re.search(r"1(\.0)?\s*/\s*\(", source) or fault.later("reciprocal"):
         return "this is a sigmoid by hand: use `torch.sigmoid(x)`, which is finite everywhere"
-    if "log" in source or fault.later("log", "log1p"):
+    if re.search(r"\blog(1p)?\(", source) or fault.later("log", "log1p"):
         return (
             f"this is softplus or its inverse by hand: use `F.softplus({argument})`, or `x + "
             "torch.log(-torch.expm1(-x))` for log(exp(x) - 1)"
@@ -125,6 +125,15 @@ def _grown(fault: Fault) -> bool:
     return bool(sizes) and max(sizes) > _GROWN and not fault.half
 
 
+def _grows(fault: Fault) -> str:
+    if fault.has_ancestor(fault.name) and fault.name in _MATRIX:
+        return (
+            "as in a recurrence that multiplies by the same matrix at every step, or in training that "
+            "diverges"
+        )
+    return "as in training that diverges (learning rate too high, no normalisation)"
+
+
 def _half_backward(fault: Fault) -> bool:
     return _half(fault) and fault.backward
 
@@ -177,8 +186,7 @@ PATTERNS = [
         ),
         why=lambda fault: (
             f"{_kind(fault)} overflows {fault.dtype}: it is {over(fault)}; its inputs had grown to "
-            f"{show(_size(fault))}, as in training that diverges (learning rate too high, no "
-            "normalisation)"
+            f"{show(_size(fault))}, {_grows(fault)}"
         ),
         remedy="lower the learning rate, clip the gradients with `torch.nn.utils.clip_grad_norm_(params, "
         "1.0)`, or normalise the inputs of this operation",

@@ -38,7 +38,7 @@ def _zero_epsilon_why(fault: Fault) -> str:
 
 
 def _clipped(fault: Fault) -> bool:
-    meets = fault.zero_meets_inf or not fault.operands
+    meets = fault.zero_may_meet_inf
     clips = (
         any(word in fault.source for word in ("clip", "norm")) or fault.later(*_CLIPS) or fault.name in _CLIPS
     )
