@@ -68,9 +68,8 @@ def over(fault: Fault) -> str:
         return f"more than {limit}"
     if 1 <= headroom < 1.001:
         return f"just over {limit}"
-    return f"{headroom:.4g} times {limit}" + (
-        "" if headroom > 1 else ", but a value on the way to it exceeds that"
-    )
+    on_the_way = "" if headroom > 1 else ", but a value on the way to it exceeds that"
+    return f"{headroom:.4g} times {limit}{on_the_way}"
 
 
 def written_by(fault: Fault) -> str:
