@@ -17,6 +17,13 @@ import torch
 
 Step = Callable[[], object]
 BASELINE = "plain"
+# "cpu" is what one thread itself uses: on an idle machine the same as "wall", and on a busy one far steadier.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def default_clock(device: str, threads: int) -> str:
+    """The CPU's time tells the truth only where one thread does all the work."""
+    return "cpu" if device == "cpu" and threads == 1 else "wall"
 
 
 @dataclass(frozen=True)
@@ -54,20 +61,21 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def sample(step: Step, repeats: int, device: str) -> float:
+def sample(step: Step, repeats: int, device: str, clock: str) -> float:
     """Seconds per call of `step`, over `repeats` calls timed as one."""
+    read = CLOCKS[clock]
     gc.collect()
     synchronize(device)
-    start = time.perf_counter()
+    start = read()
     for _ in range(repeats):
         step()
     synchronize(device)
-    return (time.perf_counter() - start) / repeats
+    return (read() - start) / repeats
 
 
-def repeats_for(step: Step, seconds: float, device: str) -> int:
+def repeats_for(step: Step, seconds: float, device: str, clock: str) -> int:
     """How often `step` must run for one sample to last `seconds`."""
-    fastest = min(sample(step, 1, device) for _ in range(5))
+    fastest = min(sample(step, 1, device, clock) for _ in range(5))
     return max(1, math.ceil(seconds / fastest))
 
 
@@ -76,12 +84,13 @@ def interleave(
     rounds: int,
     sample_seconds: float = 0.005,
     device: str = "cpu",
+    clock: str = "wall",
     baseline: str = BASELINE,
 ) -> Timing:
     """Time every step once per round, in an order shuffled anew for each round."""
     for step in steps.values():
         step()
-    repeats = repeats_for(steps[baseline], sample_seconds, device)
+    repeats = repeats_for(steps[baseline], sample_seconds, device, clock)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     shuffle = random.Random(0).shuffle
@@ -90,7 +99,7 @@ def interleave(
         for _ in range(rounds):
             shuffle(order)
             for name in order:
-                seconds[name].append(sample(steps[name], repeats, device))
+                seconds[name].append(sample(steps[name], repeats, device, clock))
     finally:
         gc.unfreeze()
     return Timing(seconds)

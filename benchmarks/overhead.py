@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from _timing import BASELINE, Step, Timing, interleave
+from _timing import BASELINE, CLOCKS, Step, Timing, default_clock, interleave
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -242,6 +242,7 @@ class Row:
     calls: int  # seen at the variant's level in one step
     microseconds_per_call: float  # above plain
     rounds: int
+    clock: str
     device: str
     threads: int
     torch: str
@@ -281,7 +282,7 @@ def measure(variants: Sequence[Variant], work: str, width: int, options: argpars
     calls = count_calls(step)
     chosen = [variant for variant in variants if work in variant.works]
     steps = {variant.name: variant.wrap(step) for variant in chosen}
-    timing = interleave(steps, options.rounds, options.sample_ms / 1000, options.device)
+    timing = interleave(steps, options.rounds, options.sample_ms / 1000, options.device, options.clock)
     return [make_row(v, work, width, timing, calls[v.level], options) for v in chosen]
 
 
@@ -302,6 +303,7 @@ def make_row(
         calls=calls,
         microseconds_per_call=(ratio.median - 1) * plain * 1e6 / calls if calls else float("nan"),
         rounds=options.rounds,
+        clock=options.clock,
         device=options.device,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -456,7 +458,7 @@ def write_readme(results: Results, readme: Path) -> None:
 def readme_section(results: Results) -> str:
     row = results.rows[0]
     device = row.device if row.device == "cpu" else torch.cuda.get_device_name(row.device)
-    setting = f"torch {row.torch}, {device}, {row.threads} thread(s), median of {row.rounds} rounds"
+    setting = f"torch {row.torch}, {device}, {row.threads} thread(s), {row.clock} time, {row.rounds} rounds"
     parts = [f"Ratios to the plain program, by `python benchmarks/overhead.py --write-readme` ({setting}):"]
     for work in WORKS:
         picture = f"![overhead of {work} against d_model](benchmarks/plots/overhead-{work}.png)"
@@ -478,12 +480,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, help="cpu where one thread does all the work, else wall")
     parser.add_argument("--quick", action="store_true", help="one small size, few rounds: only a smoke test")
     parser.add_argument("--no-old", action="store_true", help=f"leave out {OLD}, which pip has to fetch")
     parser.add_argument("--old-path", type=Path, default=default_old_path(), help=f"folder for {OLD}")
     parser.add_argument("--out", type=Path, help="folder for overhead.csv and the plots")
     parser.add_argument("--write-readme", action="store_true", help="refresh README.md and its plots")
     options = parser.parse_args(argv)
+    options.clock = options.clock or default_clock(options.device, options.threads)
     if options.quick:
         options.sizes, options.rounds, options.sample_ms = options.sizes[:1], min(options.rounds, 3), 0.5
     return options
@@ -518,7 +522,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {options.device}")
+    setting = f"python {platform.python_version()}, {options.device}, {options.clock} time"
+    print(f"torch {torch.__version__}, {setting}")
     results = run(options)
     report(results, options)
     if options.out:
