@@ -151,11 +151,12 @@ def _same_memory(argument: Tensor, result: Tensor) -> bool:
     try:
         return (
             argument.numel() > 0
-            and argument.data_ptr() == result.data_ptr() != 0
+            and argument.untyped_storage()._cdata == result.untyped_storage()._cdata
+            and argument.storage_offset() == result.storage_offset()
             and argument.shape == result.shape
             and argument.stride() == result.stride()
         )
-    except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, nested, fake
+    except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, nested
         return False
 
 
