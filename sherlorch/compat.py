@@ -14,7 +14,8 @@ CAN_MARK = hasattr(_frames, "set_code_exec_strategy")
 
 
 def never_compile(code: CodeType) -> None:
-    """Keep Dynamo away from a function and from all that it calls, at no cost per call; nothing where it cannot be marked."""
+    """Keep Dynamo away from a function and from all that it calls, at no cost per call; nothing where it
+    cannot be marked."""
     if CAN_MARK:
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))

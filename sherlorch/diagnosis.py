@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
 
 from sherlorch.graph import CONSTANT, CONSUMED, GRAPH, LEAF, Record, location_of, origin_of
 from sherlorch.health import NAN, NONFINITE
+from sherlorch.source import short
 
 _MOST_SUSPECTS = 100
 _BLAMED = ("introduced", "outside", "uninitialised")
@@ -21,14 +21,16 @@ class Diagnosis:
     target: Record
     culprits: list[Record] = field(default_factory=list)
     paths: dict[int, list[Record]] = field(default_factory=dict)
-    causes: dict[int, list[Record]] = field(default_factory=dict)  # culprit.seq -> constants that it turned into damage
+    causes: dict[int, list[Record]] = field(
+        default_factory=dict
+    )  # culprit.seq -> constants that it turned into damage
 
 
 class _Walk:
     """The non-finite ancestors of a record, nearest first."""
 
     def __init__(self, target: Record, nan_first: bool) -> None:
-        self.child: dict[Record, Optional[Record]] = {target: None}
+        self.child: dict[Record, Record | None] = {target: None}
         self.stops: list[Record] = []
         child, queue = self.child, deque([target])
         while queue:
@@ -63,7 +65,8 @@ class _Walk:
 
 
 def diagnose(target: Record) -> Diagnosis:
-    """Culprits of `target`: first what the NaN walk reaches, then what the walk over every non-finite parent adds.
+    """Culprits of `target`: first what the NaN walk reaches, then what the walk over every non-finite parent
+    adds.
 
     Linear in the number of non-finite ancestors, without recursion.
     """
@@ -103,8 +106,9 @@ def _is_fault(record: Record) -> bool:
     return origin_of(record) in _BLAMED
 
 
-def _where_it_does_damage(path: Sequence[Record]) -> Optional[Record]:
-    """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it out, else itself.
+def _where_it_does_damage(path: Sequence[Record]) -> Record | None:
+    """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it
+    out, else itself.
 
     None where something else brought the NaN.
     """
@@ -116,15 +120,19 @@ def _where_it_does_damage(path: Sequence[Record]) -> Optional[Record]:
 
 @dataclass(frozen=True)
 class Sighting:
-    """Something non-finite that is not blamed: a record, how often its line made the like, and why it is harmless."""
+    """Something non-finite that is not blamed: a record, how often its line made the like, and why it is
+    harmless."""
 
     record: Record
     count: int
     note: str
 
 
-def also_seen(faults: Iterable[Record], diagnosis: Optional[Diagnosis], records: Sequence[Record], limit: int = 5) -> list[Sighting]:
-    """Origins of non-finite values other than the culprits, one for each line, with the op that absorbed them."""
+def also_seen(
+    faults: Iterable[Record], diagnosis: Diagnosis | None, records: Sequence[Record], limit: int = 5
+) -> list[Sighting]:
+    """Origins of non-finite values other than the culprits, one for each line, with the op that absorbed
+    them."""
     excluded: set[int] = set()
     if diagnosis is not None:
         excluded.update(culprit.call for culprit in diagnosis.culprits)
@@ -145,15 +153,19 @@ def also_seen(faults: Iterable[Record], diagnosis: Optional[Diagnosis], records:
 
 
 def _harmless_because(record: Record, records: Sequence[Record]) -> str:
-    what = "a mask" if origin_of(record) == "constant" or (record.extra is not None and record.extra.mask) else origin_of(record) or ""
+    what = (
+        "a mask"
+        if origin_of(record) == "constant" or (record.extra is not None and record.extra.mask)
+        else origin_of(record) or ""
+    )
     absorber = _absorber(record, records)
     if absorber is None:
         return what
     where = location_of(absorber)
-    return f"{what}, absorbed by {absorber.facts.base}" + (f" at {where.rpartition('/')[2]}" if where else "")
+    return f"{what}, absorbed by {absorber.facts.base}" + (f" at {short(where)}" if where else "")
 
 
-def _absorber(record: Record, records: Sequence[Record]) -> Optional[Record]:
+def _absorber(record: Record, records: Sequence[Record]) -> Record | None:
     """The first op that computed finite values from what `record` brought; None where none is known."""
     carried = {record}
     for later in _after(records, record.seq):
@@ -176,10 +188,11 @@ def _after(records: Sequence[Record], seq: int) -> Iterable[Record]:
     return (records[i] for i in range(low, len(records)))
 
 
-def earliest(faults: Iterable[Record], backward_seen: bool = True) -> Optional[Record]:
+def earliest(faults: Iterable[Record], backward_seen: bool = True) -> Record | None:
     """The first record at which something went wrong that was not absorbed later on; None where all is well.
 
-    Where the backward pass was not seen, an absorbed fault that autograd differentiates through is suspect too.
+    Where the backward pass was not seen, an absorbed fault that autograd differentiates through is suspect
+    too.
     """
     ordered = sorted(faults, key=lambda record: record.seq)
     lasting: set[Record] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from sherlorch import source
 from sherlorch.health import INF, NAN, NONFINITE
@@ -24,6 +24,7 @@ PENDING = 128  # the state is still on the device
 CONSUMED = 256  # non-finite, and some later call took it as input
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+CONDENSED = 1024  # its parents stand for a longer way that was let go
 GRAPH = 512  # non-finite, and autograd will differentiate through it
 
 
@@ -32,7 +33,7 @@ class Scope:
 
     __slots__ = ("module", "phase")
 
-    def __init__(self, phase: str, module: Optional[str] = None) -> None:
+    def __init__(self, phase: str, module: str | None = None) -> None:
         self.phase = phase
         self.module = module
 
@@ -43,20 +44,45 @@ class OpFacts:
     __slots__ = ("base", "combines", "constant", "moves", "name", "uninitialised")
 
     def __init__(
-        self, name: str, base: str, *, moves: bool = False, constant: bool = False, uninitialised: bool = False, combines: bool = False
+        self,
+        name: str,
+        base: str,
+        *,
+        moves: bool = False,
+        constant: bool = False,
+        uninitialised: bool = False,
+        combines: bool = False,
     ) -> None:
         self.name = name
         self.base = base
         self.moves = moves  # a view, copy or cast: computes nothing
-        self.constant = constant  # writes values that the program names (full, fill_, masked_fill, scalar_tensor)
+        self.constant = (
+            constant  # writes values that the program names (full, fill_, masked_fill, scalar_tensor)
+        )
         self.uninitialised = uninitialised  # hands out memory as it is (empty)
         self.combines = combines  # a reduction or product: its result belongs to no single input element
 
 
 class Record:
-    """One node, as small as it can be. Finite records may have given up their parents (`keep="nonfinite"`)."""
+    """One node, as small as it can be. Finite records may have given up their parents
+    (`keep="nonfinite"`)."""
 
-    __slots__ = ("autograd", "bits", "call", "code", "device", "dtype", "extra", "facts", "instruction", "link", "parents", "scope", "seq", "shape")
+    __slots__ = (
+        "autograd",
+        "bits",
+        "call",
+        "code",
+        "device",
+        "dtype",
+        "extra",
+        "facts",
+        "instruction",
+        "link",
+        "parents",
+        "scope",
+        "seq",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -68,10 +94,10 @@ class Record:
         device: Any,
         bits: int,
         parents: tuple[Record, ...],
-        code: Optional[CodeType],
+        code: CodeType | None,
         instruction: int,
         scope: Scope,
-        link: Optional[Record],
+        link: Record | None,
         autograd: Any,
         extra: Any,
     ) -> None:
@@ -102,16 +128,18 @@ class Extra:
     __slots__ = ("born", "evidence", "mask", "name", "range")
 
     def __init__(
-        self, name: str = "", evidence: Optional[Evidence] = None, born: int = 0, mask: bool = False
+        self, name: str = "", evidence: Evidence | None = None, born: int = 0, mask: bool = False
     ) -> None:
         self.name = name  # "parameter model.head.weight"
         self.evidence = evidence
         self.born = born  # state flags of elements that went bad here although their own inputs were good
-        self.range: Optional[tuple[float, float]] = None  # min and max where the state was read late
-        self.mask = mask  # a leaf whose every bad element is an infinity put there on purpose, as in an additive mask
+        self.range: tuple[float, float] | None = None  # min and max where the state was read late
+        self.mask = (
+            mask  # a leaf whose every bad element is an infinity put there on purpose, as in an additive mask
+        )
 
 
-def forward_of(record: Record) -> Optional[Record]:
+def forward_of(record: Record) -> Record | None:
     """The forward record whose backward this is, through any number of double backwards."""
     seen = record
     while seen.link is not None and seen.scope.phase == BACKWARD:
@@ -126,13 +154,13 @@ def site_of(record: Record) -> Record:
     return forward_of(record) or record
 
 
-def location_of(record: Record) -> Optional[str]:
+def location_of(record: Record) -> str | None:
     """``path/file.py:19`` of the user's line."""
     site = site_of(record)
     return source.location_of(site.code, site.instruction) if site.code is not None else None
 
 
-def origin_of(record: Record) -> Optional[str]:
+def origin_of(record: Record) -> str | None:
     """Why a record is non-finite, in the words of DESIGN section 2; None for a finite one."""
     state = record.state
     if not state:
@@ -197,7 +225,7 @@ class OpNode:
         return not self._record.bits & NONFINITE
 
     @property
-    def origin(self) -> Optional[str]:
+    def origin(self) -> str | None:
         """introduced, converted, propagated, outside, constant, uninitialised; None for a finite node."""
         return origin_of(self._record)
 
@@ -215,22 +243,22 @@ class OpNode:
         return [OpNode(parent) for parent in self._record.parents]
 
     @property
-    def location(self) -> Optional[str]:
+    def location(self) -> str | None:
         """``path/file.py:19``: the user's line; of the forward op for a backward node."""
         return location_of(self._record)
 
     @property
-    def module_path(self) -> Optional[str]:
+    def module_path(self) -> str | None:
         return site_of(self._record).scope.module
 
     @property
-    def autograd_node(self) -> Optional[str]:
+    def autograd_node(self) -> str | None:
         """Name of the autograd node that ran this backward kernel, such as ``SqrtBackward0``."""
         autograd = self._record.autograd
         return autograd.__name__ if autograd is not None else None
 
     @property
-    def forward(self) -> Optional[OpNode]:
+    def forward(self) -> OpNode | None:
         """The forward node whose backward this is."""
         forward = forward_of(self._record) if self._record.scope.phase == BACKWARD else None
         return OpNode(forward) if forward is not None else None
@@ -241,7 +269,7 @@ class OpNode:
         return self._record.extra.name if self._record.extra is not None else ""
 
     @property
-    def evidence(self) -> Optional[Evidence]:
+    def evidence(self) -> Evidence | None:
         return self._record.extra.evidence if self._record.extra is not None else None
 
     def summary(self) -> str:
@@ -305,11 +333,11 @@ def closure(records: Iterable[Record]) -> Iterator[Record]:
         stack.extend(record.parents)
 
 
-def to_networkx(records: Iterable[Record]) -> nx.DiGraph:
+def to_networkx(records: Iterable[Record]) -> nx.DiGraph[int]:
     """DiGraph over `records` and their ancestors: nodes are `OpNode.seq`, edges run from input to result."""
     import networkx as nx
 
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     for record in sorted(closure(records), key=lambda record: record.seq):
         graph.add_node(record.seq, **OpNode(record).attributes())
         graph.add_edges_from((parent.seq, record.seq) for parent in record.parents)

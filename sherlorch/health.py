@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ INF = 2
 NONFINITE = NAN | INF
 
 FLOATING = frozenset(
-    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 )
 # Kinds whose range is wide enough for the sum of healthy values to stay finite as a rule (float16 is not).
 _SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
@@ -31,7 +33,8 @@ Number = Union[int, float, complex]
 def scan(tensor: Tensor) -> int:
     """State flags of a strided tensor, exact; call it where autograd and modes are off.
 
-    A finite sum proves that every element is finite, since NaN and Inf survive any sum. A sum that is not finite proves
+    A finite sum proves that every element is finite, since NaN and Inf survive any sum. A sum that is not
+    finite proves
     nothing (it may have overflowed), so then the elements themselves are asked.
     """
     if tensor.dtype in _SUMMED:
@@ -44,8 +47,9 @@ def scan(tensor: Tensor) -> int:
     return _look_closely(tensor)
 
 
-def values_of(tensor: Tensor) -> Optional[Tensor]:
-    """A strided real floating tensor that holds every value of `tensor`; None where there is none (integers, no data)."""
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A strided real floating tensor that holds every value of `tensor`; None where there is none (integers,
+    no data)."""
     tensor = _unwrap(tensor)
     layout = tensor.layout
     if layout is torch.sparse_coo:
@@ -53,14 +57,20 @@ def values_of(tensor: Tensor) -> Optional[Tensor]:
     elif layout is not torch.strided and layout is not getattr(torch, "jagged", None):
         tensor = tensor.values()
     elif tensor.is_nested:
-        tensor = tensor.values() if layout is getattr(torch, "jagged", None) else torch.cat([t.flatten() for t in tensor.unbind()])
+        tensor = (
+            tensor.values()
+            if layout is getattr(torch, "jagged", None)
+            else torch.cat([t.flatten() for t in tensor.unbind()])
+        )
     if tensor.dtype not in FLOATING or tensor.is_meta:
         return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.element_size() == 1:  # float8 has neither aminmax nor isinf; every value of it is exact in float32
+    if (
+        tensor.element_size() == 1
+    ):  # float8 has neither aminmax nor isinf; every value of it is exact in float32
         tensor = tensor.float()
     return tensor
 
@@ -107,7 +117,7 @@ def scan_unseen(tensor: Tensor) -> int:
         return scan(tensor)
 
 
-def begin_scan(tensor: Tensor) -> Optional[tuple[Tensor, Tensor, Tensor]]:
+def begin_scan(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Start a look whose answer stays on the device: min, max, any Inf; None where nothing can be wrong."""
     values = values_of(tensor)
     if values is None or values.numel() == 0:
@@ -132,19 +142,20 @@ def _flags(low: float, high: float, inf: bool) -> int:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """One row of the evidence table: what a tensor held at the moment of the fault (min and max over finite values)."""
+    """One row of the evidence table: what a tensor held at the moment of the fault (min and max over finite
+    values)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    min: Optional[float] = None
-    max: Optional[float] = None
+    min: float | None = None
+    max: float | None = None
     nan: int = 0
     posinf: int = 0
     neginf: int = 0
     zeros: int = 0
     numel: int = 0
-    at: Optional[Number] = None  # the value at the fault's first bad index, where the shapes allow it
+    at: Number | None = None  # the value at the fault's first bad index, where the shapes allow it
 
     @property
     def nonfinite(self) -> int:
@@ -161,7 +172,9 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
         return TensorStats(name, shape, dtype, numel=tensor.numel(), zeros=_false_count(tensor))
     if values.dtype not in FLOATING:
         low, high = (int(v) for v in _aminmax(values))
-        return TensorStats(name, shape, dtype, low, high, zeros=int((values == 0).sum()), numel=values.numel())
+        return TensorStats(
+            name, shape, dtype, low, high, zeros=int((values == 0).sum()), numel=values.numel()
+        )
     finite = values[torch.isfinite(values)]
     low, high = (float(v) for v in _aminmax(finite)) if finite.numel() else (None, None)  # type: ignore[assignment]
     return TensorStats(
@@ -184,8 +197,9 @@ def _false_count(tensor: Tensor) -> int:
     return int((~tensor).sum())
 
 
-def first_bad_index(tensor: Tensor) -> Optional[tuple[int, ...]]:
-    """Index of the first NaN in row-major order, else of the first Inf; None for a finite or unindexable tensor."""
+def first_bad_index(tensor: Tensor) -> tuple[int, ...] | None:
+    """Index of the first NaN in row-major order, else of the first Inf; None for a finite or unindexable
+    tensor."""
     if tensor.layout is not torch.strided or tensor.dtype not in FLOATING or tensor.is_nested:
         return None
     values = tensor.float() if tensor.element_size() == 1 else tensor
@@ -204,8 +218,9 @@ def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
     return index[::-1]
 
 
-def value_at(tensor: Tensor, index: Sequence[int], shape: Sequence[int]) -> Optional[Number]:
-    """The element of `tensor` that meets `index` of a result of `shape` under broadcasting; None if it does not broadcast."""
+def value_at(tensor: Tensor, index: Sequence[int], shape: Sequence[int]) -> Number | None:
+    """The element of `tensor` that meets `index` of a result of `shape` under broadcasting; None if it does
+    not broadcast."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dim() > len(shape):
         return None
     offset = len(shape) - tensor.dim()

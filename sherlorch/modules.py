@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from torch import nn
 
 
 class ModuleWatch:
-    """Forward hooks on the watched modules only; `current` is the qualified name of the innermost one that runs.
+    """Forward hooks on the watched modules only; `current` is the qualified name of the innermost one that
+    runs.
 
     `on_change` is called with the new name (None outside every watched module) each time it changes.
     """
 
-    def __init__(self, on_change: Callable[[Optional[str]], None]) -> None:
+    def __init__(self, on_change: Callable[[str | None], None]) -> None:
         self._on_change = on_change
         self._stack: list[str] = []
         self._handles: list[Any] = []
@@ -37,7 +38,7 @@ class ModuleWatch:
         self._stack.clear()
         self._on_change(None)
 
-    def name_of(self, tensor: torch.Tensor) -> Optional[tuple[str, str]]:
+    def name_of(self, tensor: torch.Tensor) -> tuple[str, str] | None:
         """(``"parameter"`` or ``"buffer"``, qualified name) of a watched model's tensor."""
         found = self._names.get(id(tensor))
         return found[1:] if found is not None and found[0]() is tensor else None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dis
 import linecache
-import sys
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Optional
 
 INTERNAL = 0
 USER = 1
@@ -35,8 +33,9 @@ def classify(frame: FrameType) -> int:
     return kind
 
 
-def user_frame(frame: Optional[FrameType], past_engine: bool = True) -> Optional[FrameType]:
-    """The nearest user frame at or above `frame`; None where there is none (before the engine, if so asked)."""
+def user_frame(frame: FrameType | None, past_engine: bool = True) -> FrameType | None:
+    """The nearest user frame at or above `frame`; None where there is none (before the engine, if so
+    asked)."""
     while frame is not None:
         kind = kinds.get(id(frame.f_code))
         if kind is None:
@@ -49,7 +48,7 @@ def user_frame(frame: Optional[FrameType], past_engine: bool = True) -> Optional
     return None
 
 
-def runs_checkpoint(frame: Optional[FrameType]) -> bool:
+def runs_checkpoint(frame: FrameType | None) -> bool:
     """Is a checkpointed forward pass being run again between `frame` and the autograd engine?"""
     while frame is not None:
         if kinds.get(id(frame.f_code)) == ENGINE:
@@ -77,12 +76,12 @@ def location_of(code: CodeType, instruction: int) -> str:
     return f"{code.co_filename}:{line_of(code, instruction)}"
 
 
+def short(location: str | None) -> str:
+    """``train.py:19`` of a location with its whole path."""
+    return location.replace("\\", "/").rpartition("/")[2] if location else ""
+
+
 def text_of(location: str) -> str:
     """The stripped source text of a ``path/file.py:19``; empty where the file cannot be read."""
     path, _, line = location.rpartition(":")
     return linecache.getline(path, int(line)).strip() if line.isdigit() else ""
-
-
-def is_finalizing() -> bool:
-    """True while the interpreter shuts down, when frames and modules may be half gone."""
-    return sys.is_finalizing()

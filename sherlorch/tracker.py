@@ -1,13 +1,14 @@
-"""The object a user holds: options in, nodes, graph and diagnoses out. It owns its mode; its nodes outlive the block."""
+"""The object a user holds: options in, nodes, graph and diagnoses out. It owns its mode; its nodes outlive
+the block."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
-import gc
 from collections.abc import Iterable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ _KEEP = ("all", "nonfinite")
 
 
 def trace(level: str = "function", **options: Any) -> ProvenanceTracker:
-    """Trace the tensors of a ``with`` block: ``level="function"`` sees what you called, ``"aten"`` what ran, backward included.
+    """Trace the tensors of a ``with`` block: ``level="function"`` sees what you called, ``"aten"`` what ran,
+    backward included.
 
     Options are those of `ProvenanceTracker`.
 
@@ -44,11 +46,15 @@ def trace(level: str = "function", **options: Any) -> ProvenanceTracker:
 
 
 class ProvenanceTracker:
-    """Records every tensor that a program makes while its ``with`` block runs, and names the op that broke one.
+    """Records every tensor that a program makes while its ``with`` block runs, and names the op that broke
+    one.
 
-    `capture_stack`: the user's line for each node. `fast_shape_ops`: let ops that only move values inherit their state.
-    `check_dtypes`: scan only these floating dtypes. `on_nonfinite`: ``"record"``, ``"warn"`` once for each culprit line, or
-    ``"raise"`` `NonFiniteError` at the op. `keep`: ``"all"``, or ``"nonfinite"`` for bounded memory over any number of steps.
+    `capture_stack`: the user's line for each node. `fast_shape_ops`: let ops that only move values inherit
+    their state.
+    `check_dtypes`: scan only these floating dtypes. `on_nonfinite`: ``"record"``, ``"warn"`` once for each
+    culprit line, or
+    ``"raise"`` `NonFiniteError` at the op. `keep`: ``"all"``, or ``"nonfinite"`` for bounded memory over any
+    number of steps.
     Raises ValueError or TypeError for an unknown value.
     """
 
@@ -58,7 +64,7 @@ class ProvenanceTracker:
         *,
         capture_stack: bool = True,
         fast_shape_ops: bool = True,
-        check_dtypes: Union[torch.dtype, Iterable[torch.dtype], None] = None,
+        check_dtypes: torch.dtype | Iterable[torch.dtype] | None = None,
         on_nonfinite: str = "record",
         keep: str = "all",
         _defer: bool = False,
@@ -72,9 +78,9 @@ class ProvenanceTracker:
         self.on_nonfinite = on_nonfinite
         self.keep = keep
         self._modules = ModuleWatch(self._enter_module)
-        self._module: Optional[str] = None
-        self._scopes: dict[tuple[str, Optional[str]], Scope] = {}
-        self._warned: set[Optional[str]] = set()
+        self._module: str | None = None
+        self._scopes: dict[tuple[str, str | None], Scope] = {}
+        self._warned: set[str | None] = set()
         self._steps = 0
         self._depth = 0
         self._hooks: list[Any] = []
@@ -91,7 +97,7 @@ class ProvenanceTracker:
         )
         self._mode = self._make_mode()
 
-    def _make_mode(self) -> Union[DispatchTracer, FunctionTracer]:
+    def _make_mode(self) -> DispatchTracer | FunctionTracer:
         return (DispatchTracer if self.level == "aten" else FunctionTracer)(self._recorder, self._fast)
 
     # The block.
@@ -106,10 +112,13 @@ class ProvenanceTracker:
         return self
 
     def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], traceback: Optional[TracebackType]
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
-            self._mode.__exit__(kind, error, traceback)
+            self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -137,9 +146,11 @@ class ProvenanceTracker:
         self._warned.clear()
 
     def watch(self, model: nn.Module, name: str = "model") -> ProvenanceTracker:
-        """Tag nodes with the qualified name of the module that made them, and call parameters and buffers by theirs.
+        """Tag nodes with the qualified name of the module that made them, and call parameters and buffers by
+        theirs.
 
-        Hooks `model` and its submodules only; they go with `unwatch` or with the end of the block, on an exception too.
+        Hooks `model` and its submodules only; they go with `unwatch` or with the end of the block, on an
+        exception too.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch() takes an nn.Module, got {type(model).__name__}: pass the model itself")
@@ -153,7 +164,7 @@ class ProvenanceTracker:
 
     # Where the program is.
 
-    def _enter_module(self, name: Optional[str]) -> None:
+    def _enter_module(self, name: str | None) -> None:
         self._module = name
         self._set_scope()
 
@@ -173,7 +184,8 @@ class ProvenanceTracker:
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._steps += 1
             self._set_scope()
-            # All kernels of torch's own optimizers have the line that called step(), unless a closure runs user code.
+            # All kernels of torch's own optimizers have the line that called step(), unless a closure runs
+            # user code.
             if type(optimizer).__module__.startswith("torch.") and len(args) < 2 and not kwargs:
                 user = source.user_frame(sys._getframe(1))
                 recorder.step_line = (user.f_code, user.f_lasti) if user is not None else None
@@ -207,7 +219,7 @@ class ProvenanceTracker:
             self._warned.add(line)
             warnings.warn(str(report), NonFiniteWarning, stacklevel=_depth_of_user_frame())
 
-    def _fault_behind(self, record: Record) -> Optional[Record]:
+    def _fault_behind(self, record: Record) -> Record | None:
         """Is this a new fault, rather than one carried on or a value that the program wrote on purpose?"""
         origin = origin_of(record)
         if origin in ("introduced", "converted") or (record.extra is not None and record.extra.born):
@@ -216,7 +228,11 @@ class ProvenanceTracker:
             for parent in record.parents:
                 while parent.facts.moves and parent.parents:
                     parent = parent.parents[0]
-                if parent.bits & LEAF and origin_of(parent) == "outside" and not (parent.extra and parent.extra.mask):
+                if (
+                    parent.bits & LEAF
+                    and origin_of(parent) == "outside"
+                    and not (parent.extra and parent.extra.mask)
+                ):
                     return record
         return None
 
@@ -236,14 +252,19 @@ class ProvenanceTracker:
         with health.unseen():
             record = self._recorder.find(tensor)
             self._recorder.resolve()
-        hidden = self.level == "function" and (record is None or bool(record.bits & LEAF)) and _gradient_owner(tensor) is not None
+        hidden = (
+            self.level == "function"
+            and (record is None or bool(record.bits & LEAF))
+            and _gradient_owner(tensor) is not None
+        )
         if record is None or hidden:
             raise UntracedTensorError(_why_untraced(tensor, self.level, hidden, bool(self._recorder.seq)))
         return record
 
     @property
-    def graph(self) -> nx.DiGraph:
-        """The provenance graph: nodes are `OpNode.seq`, edges run from input to result, attributes are plain values."""
+    def graph(self) -> nx.DiGraph[int]:
+        """The provenance graph: nodes are `OpNode.seq`, edges run from input to result, attributes are plain
+        values."""
         self._recorder.resolve()
         return to_networkx(self._recorder.records)
 
@@ -253,8 +274,9 @@ class ProvenanceTracker:
         self._recorder.resolve()
         return [OpNode(record) for record in self._recorder.records]
 
-    def diagnose(self, tensor: Optional[Tensor] = None) -> DiagnosisReport:
-        """Who made `tensor` non-finite, and why; without a tensor, the earliest fault seen that was not absorbed.
+    def diagnose(self, tensor: Tensor | None = None) -> DiagnosisReport:
+        """Who made `tensor` non-finite, and why; without a tensor, the earliest fault seen that was not
+        absorbed.
 
         Raises `UntracedTensorError` (a KeyError) for a tensor that was not traced.
         """
@@ -278,7 +300,9 @@ class ProvenanceTracker:
         if fault is not None:
             return self._report(diagnose(fault), "")
         records = self._recorder.records
-        report = DiagnosisReport(OpNode(records[-1]) if records else None, total_nodes_seen=self._recorder.seq)
+        report = DiagnosisReport(
+            OpNode(records[-1]) if records else None, total_nodes_seen=self._recorder.seq
+        )
         report.coverage = self._coverage()
         report.also_seen = self._report(Diagnosis(records[-1])).also_seen if records else []
         return report
@@ -299,7 +323,9 @@ class ProvenanceTracker:
     def _coverage(self) -> Coverage:
         recorder = self._recorder
         notes = () if self.level == "aten" else ("backward not seen at this level",)
-        return Coverage(recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes)
+        return Coverage(
+            recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes
+        )
 
 
 def _inner(tensor: Tensor) -> Tensor:
@@ -312,10 +338,16 @@ def _inner(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _gradient_owner(tensor: Tensor) -> Optional[Tensor]:
+def _gradient_owner(tensor: Tensor) -> Tensor | None:
     """The leaf whose ``grad`` the tensor is. Looks through every tensor of the process: for rare use."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing is not tensor and thing.requires_grad and thing.is_leaf and thing.grad is tensor:
+        if (
+            issubclass(type(thing), Tensor)
+            and thing is not tensor
+            and thing.requires_grad
+            and thing.is_leaf
+            and thing.grad is tensor
+        ):
             owner: Tensor = thing
             return owner
     return None
@@ -346,17 +378,23 @@ def _why_untraced(tensor: Tensor, level: str, is_gradient: bool, traced: bool) -
             "trace with sherlorch.trace(level='aten') to diagnose gradients"
         )
     if not traced:
-        return f"the {what} has no node: nothing was traced yet; compute it inside `with sherlorch.trace() as tracker:`"
+        return (
+            f"the {what} has no node: nothing was traced yet; "
+            "compute it inside `with sherlorch.trace() as tracker:`"
+        )
     hint = "" if level == "aten" else ", and with level='aten' if it was made in the backward pass"
     return (
-        f"the {what} has no node: it was not made, used or written inside this trace, or it was made before reset(); "
+        f"the {what} has no node: it was not made, used or written inside this trace, "
+        "or it was made before reset(); "
         f"compute it inside the `with sherlorch.trace(...)` block{hint}"
     )
 
 
 def _check_tensor(tensor: Any, method: str) -> Tensor:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{method}() takes a torch.Tensor, got {type(tensor).__name__}: pass the tensor itself")
+        raise TypeError(
+            f"{method}() takes a torch.Tensor, got {type(tensor).__name__}: pass the tensor itself"
+        )
     return tensor
 
 
@@ -370,7 +408,7 @@ def _check_bool(option: str, value: Any) -> None:
         raise TypeError(f"{option} takes True or False, got {value!r}")
 
 
-def _check_dtypes(value: Any) -> Optional[frozenset[torch.dtype]]:
+def _check_dtypes(value: Any) -> frozenset[torch.dtype] | None:
     if value is None:
         return None
     dtypes = frozenset([value] if isinstance(value, torch.dtype) else value)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 # These write their first argument without reading it.
 OVERWRITES = frozenset(
     {
-        "copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
-        "bernoulli_", "_foreach_copy_", "_foreach_zero_", "set_", "resize_", "_resize_output_", "eye_", "trunc_normal_",
+        "copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_",
+        "log_normal_", "random_",
+        "bernoulli_", "_foreach_copy_", "_foreach_zero_", "set_", "resize_", "_resize_output_", "eye_",
+        "trunc_normal_",
     }
 )  # fmt: skip
 
 # These hand out memory as it is.
 UNINITIALISED = frozenset(
     {
-        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",
+        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
+        "_empty_affine_quantized",
         "_efficientzerotensor", "resize_", "empty_quantized",
     }
 ) - {"_efficientzerotensor"}  # fmt: skip
 
-# Copies and casts: no arithmetic, though a cast can overflow. A leaf's line is that of the first op not among these.
+# Copies and casts: no arithmetic, though a cast can overflow. A leaf's line is that of the first op not
+# among these.
 MOVES = frozenset(
     {
-        "copy_", "_to_copy", "to", "clone", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_copy_from",
-        "float", "half", "double", "bfloat16", "cpu", "cuda", "type", "type_as", "requires_grad_", "pin_memory", "copy", "_foreach_copy_",
-        "set_", "set_data", "data", "real", "imag", "view", "view_as", "reshape", "isnan", "isinf", "isfinite", "isposinf", "isneginf",
-        "__deepcopy__", "deepcopy", "_pin_memory", "share_memory_", "numpy", "tolist", "item", "_local_scalar_dense", "nan_to_num",
+        "copy_", "_to_copy", "to", "clone", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy",
+        "contiguous", "_copy_from",
+        "float", "half", "double", "bfloat16", "cpu", "cuda", "type", "type_as", "requires_grad_",
+        "pin_memory", "copy", "_foreach_copy_",
+        "set_", "set_data", "data", "real", "imag", "view", "view_as", "reshape", "isnan", "isinf",
+        "isfinite", "isposinf", "isneginf",
+        "__deepcopy__", "deepcopy", "_pin_memory", "share_memory_", "numpy", "tolist", "item",
+        "_local_scalar_dense", "nan_to_num",
         "nan_to_num_", "is_nonzero", "equal", "allclose", "isclose", "eq", "ne",
     }
 )  # fmt: skip
@@ -34,24 +42,31 @@ MOVES = frozenset(
 # Inputs are gathered over whole rows or the whole tensor: the result belongs to no single element.
 COMBINES = frozenset(
     {
-        "sum", "mean", "prod", "norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm", "var", "std", "var_mean", "std_mean",
-        "logsumexp", "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "nansum", "nanmean", "mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "__matmul__", "__rmatmul__", "linear",
-        "mv", "addmv", "dot", "vdot", "einsum", "tensordot", "inner", "conv1d", "conv2d", "conv3d", "convolution", "trace", "dist", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy",
-        "nll_loss", "nll_loss_forward", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss", "_ctc_loss",
+        "sum", "mean", "prod", "norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm", "var",
+        "std", "var_mean", "std_mean",
+        "logsumexp", "max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "nansum", "nanmean",
+        "mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "__matmul__", "__rmatmul__", "linear",
+        "mv", "addmv", "dot", "vdot", "einsum", "tensordot", "inner", "conv1d", "conv2d", "conv3d",
+        "convolution", "trace", "dist", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+        "cross_entropy",
+        "nll_loss", "nll_loss_forward", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        "kl_div", "ctc_loss", "_ctc_loss",
     }
 )  # fmt: skip
 
 # Ops that put a value named by the program into the result.
 FILLS = frozenset(
     {
-        "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "scalar_tensor",
+        "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "index_fill",
+        "index_fill_", "scalar_tensor",
         "where", "constant_pad_nd", "pad", "scatter", "scatter_", "__setitem__", "tensor", "as_tensor",
     }
 )  # fmt: skip
 
+
 def ignores_values(base: str) -> bool:
     """Does the result depend on no value of the inputs (``zeros_like``, ``new_empty``...)?"""
-    return (base.endswith("_like") or base.startswith("new_"))
+    return base.endswith("_like") or base.startswith("new_")
 
 
 # Written although the schema does not say so: the running statistics of batch norm in training.
@@ -81,9 +96,12 @@ def root_of(base: str) -> str:
 
 
 _OPERATORS = {
-    "truediv": "div", "rtruediv": "div", "itruediv": "div", "rdiv": "div", "idiv": "div", "radd": "add", "iadd": "add", "rsub": "sub",
-    "isub": "sub", "rmul": "mul", "imul": "mul", "rpow": "pow", "ipow": "pow", "rmatmul": "matmul", "imatmul": "matmul",
-    "getitem": "index", "setitem": "index_put", "floordiv": "floor_divide", "rfloordiv": "floor_divide", "mod": "remainder",
+    "truediv": "div", "rtruediv": "div", "itruediv": "div", "rdiv": "div", "idiv": "div", "radd": "add",
+    "iadd": "add", "rsub": "sub",
+    "isub": "sub", "rmul": "mul", "imul": "mul", "rpow": "pow", "ipow": "pow", "rmatmul": "matmul",
+    "imatmul": "matmul",
+    "getitem": "index", "setitem": "index_put", "floordiv": "floor_divide", "rfloordiv": "floor_divide",
+    "mod": "remainder",
 }  # fmt: skip
 
 
@@ -101,7 +119,7 @@ def is_random(func: Any) -> bool:
     """Does a call advance the random generator?"""
     import torch
 
-    tag: Optional[Any] = getattr(torch.Tag, "nondeterministic_seeded", None)
+    tag: Any | None = getattr(torch.Tag, "nondeterministic_seeded", None)
     return tag is not None and tag in getattr(func, "tags", ())
 
 

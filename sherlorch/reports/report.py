@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Optional
+from typing import Any
 
 from sherlorch.diagnosis import Diagnosis, Sighting
 from sherlorch.explain import Explanation, Fault, explain
 from sherlorch.graph import OpNode, Record, forward_of, location_of, origin_of
 from sherlorch.ops import traits
-from sherlorch.source import text_of
+from sherlorch.source import short, text_of
 
 
 @dataclass
@@ -29,18 +29,23 @@ class Coverage:
         return sum(self.unseen.values())
 
     def __str__(self) -> str:
-        text = f"{self.nodes} ops: {self.scanned} scanned, {self.inherited} inherited, {self.not_seen} not seen"
-        return "; ".join([text, *(f"{count} x {what}" for what, count in list(self.unseen.items())[:3]), *self.notes])
+        text = (
+            f"{self.nodes} ops: {self.scanned} scanned, {self.inherited} inherited, {self.not_seen} not seen"
+        )
+        return "; ".join(
+            [text, *(f"{count} x {what}" for what, count in list(self.unseen.items())[:3]), *self.notes]
+        )
 
 
 @dataclass
 class DiagnosisReport:
     """Culprits of a target tensor, in order of blame, with the way from each to the target.
 
-    `paths` maps a culprit's `seq` to the nodes from the culprit to the target. `target` is None only where nothing was traced.
+    `paths` maps a culprit's `seq` to the nodes from the culprit to the target. `target` is None only where
+    nothing was traced.
     """
 
-    target: Optional[OpNode]
+    target: OpNode | None
     culprits: list[OpNode] = field(default_factory=list)
     paths: dict[int, list[OpNode]] = field(default_factory=dict)
     total_nodes_seen: int = 0
@@ -62,7 +67,11 @@ class DiagnosisReport:
 
     def fault(self, culprit: OpNode) -> Fault:
         """What the patterns of `explain` may look at."""
-        return _fault_of(culprit._record, [node._record for node in self.paths.get(culprit.seq, [])], self._constants(culprit))
+        return _fault_of(
+            culprit._record,
+            [node._record for node in self.paths.get(culprit.seq, [])],
+            self._constants(culprit),
+        )
 
     def _constants(self, culprit: OpNode) -> tuple[str, ...]:
         return tuple(_named(node) for node in self.causes.get(culprit.seq, []))
@@ -92,7 +101,13 @@ class DiagnosisReport:
 
 
 def make_report(
-    diagnosis: Diagnosis, *, nodes: int, also: Sequence[Sighting], coverage: Coverage, target_name: str = "", notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis,
+    *,
+    nodes: int,
+    also: Sequence[Sighting],
+    coverage: Coverage,
+    target_name: str = "",
+    notes: tuple[str, ...] = (),
 ) -> DiagnosisReport:
     """The report on a diagnosis, in the public types."""
     return DiagnosisReport(
@@ -125,17 +140,12 @@ def kind_of(node: OpNode) -> str:
 
 
 def _named(node: OpNode) -> str:
-    where = short_location(node.location)
+    where = "" if " at " in node.name else short(node.location)
     what = node.name or traits.root_of(node._record.facts.base)
     return f"{what} at {where}" if where else what
 
 
-def short_location(location: Optional[str]) -> str:
-    """``train.py:19``."""
-    return location.replace("\\", "/").rpartition("/")[2] if location else ""
-
-
-def _root(record: Optional[Record]) -> str:
+def _root(record: Record | None) -> str:
     return traits.root_of(record.facts.base) if record is not None and record.parents else ""
 
 
@@ -162,7 +172,10 @@ def _fault_of(record: Record, path: Sequence[Record], constants: tuple[str, ...]
         evidence=node.evidence,
         forward_op=traits.root_of(forward.facts.base) if forward is not None else None,
         autograd_node=node.autograd_node,
-        parents=tuple(traits.root_of(maker.facts.base) if maker.parents or maker.facts.base != "leaf" else "" for maker in makers),
+        parents=tuple(
+            traits.root_of(maker.facts.base) if maker.parents or maker.facts.base != "leaf" else ""
+            for maker in makers
+        ),
         grandparents=tuple(_root(_made_by(parent)) for maker in makers for parent in maker.parents),
         downstream=tuple(traits.root_of(step.facts.base) for step in path[1:]),
         constants=constants,

@@ -6,7 +6,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from sherlorch.reports.report import DiagnosisReport, kind_of, short_location
+from sherlorch.reports.report import DiagnosisReport, kind_of
+from sherlorch.source import short
 
 
 def render(report: DiagnosisReport, tablefmt: str = "simple", **options: Any) -> str:
@@ -18,7 +19,7 @@ def render(report: DiagnosisReport, tablefmt: str = "simple", **options: Any) ->
             "made": kind_of(node),
             "origin": node.origin,
             "phase": node.phase,
-            "line": short_location(node.location),
+            "line": short(node.location),
             "module": node.module_path or "",
             "cause": report.explanations[node.seq].why,
         }

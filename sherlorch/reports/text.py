@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Optional
 
 from tabulate import tabulate
 
@@ -13,8 +12,8 @@ from sherlorch.evidence import Evidence
 from sherlorch.graph import OpNode
 from sherlorch.health import TensorStats
 from sherlorch.ops import traits
-from sherlorch.reports.report import DiagnosisReport, kind_of, short_location
-from sherlorch.source import text_of
+from sherlorch.reports.report import DiagnosisReport, kind_of
+from sherlorch.source import short, text_of
 
 WIDTH = 100
 _MOST_ROWS = 6
@@ -41,10 +40,11 @@ def verdict(report: DiagnosisReport, node: OpNode) -> str:
     made = kind_of(node)
     shown = report.target if report.target is not None else node
     showed = kind_of(shown)
-    where = ", ".join(part for part in (node.module_path, short_location(node.location)) if part) or "an unknown line"
+    where = ", ".join(part for part in (node.module_path, short(node.location)) if part) or "an unknown line"
     phase = f"  [{node.phase}]"
     if node.origin == "outside":
-        return f"{showed} in {target} came in with {_leaf(node)}, which held {made}; first computed with at {where}{phase}"
+        source = f"came in with {_leaf(node)}, which held {made}"
+        return f"{showed} in {target} {source}; first computed with at {where}{phase}"
     if node.origin == "uninitialised":
         return f"{showed} in {target} was read from uninitialised memory of {node.op_name} at {where}{phase}"
     if node.origin == "constant":
@@ -55,7 +55,7 @@ def verdict(report: DiagnosisReport, node: OpNode) -> str:
 
 
 def _leaf(node: OpNode) -> str:
-    return node.name or "an input tensor"
+    return f"the {node.name}" if node.name else "an input tensor"
 
 
 def _forward_note(node: OpNode) -> str:
@@ -72,11 +72,15 @@ def _operands(node: OpNode) -> str:
     if evidence is None:
         return ""
     root = traits.root_of(node._record.facts.base)
+    if not getattr(node._record.facts, "pointwise", False):
+        return ""
     values = [_number(row.at) for row in evidence.inputs if row.at is not None]
     if len(values) == 1 and root not in _INFIX and len(evidence.inputs) == 1:
         return f" ({root}({values[0]}))"
     if root in _INFIX and len(values) == 1:
-        values += [_number(value) for key, value in evidence.scalars.items() if key in ("other", "exponent")][:1]
+        values += [_number(value) for key, value in evidence.scalars.items() if key in ("other", "exponent")][
+            :1
+        ]
     if root in _INFIX and len(values) == 2:
         return f" ({values[0]} {_INFIX[root]} {values[1]})"
     return ""
@@ -123,12 +127,19 @@ def _evidence(evidence: Evidence) -> list[str]:
     if evidence.headroom is not None:
         extra.append(f"{evidence.headroom:.3g} times the largest finite {evidence.result.dtype}")
     extra.extend(evidence.notes)
-    return lines + [line for note in extra for line in textwrap.wrap(note, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")]
+    return lines + [
+        line
+        for note in extra
+        for line in textwrap.wrap(note, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+    ]
 
 
 def _row(side: str, stats: TensorStats) -> list[str]:
     shape = str(tuple(stats.shape)).replace(",)", ",)")
-    bounds = [_number(stats.min) if stats.min is not None else "-", _number(stats.max) if stats.max is not None else "-"]
+    bounds = [
+        _number(stats.min) if stats.min is not None else "-",
+        _number(stats.max) if stats.max is not None else "-",
+    ]
     counts = [str(count) for count in (stats.zeros, stats.nan, stats.posinf, stats.neginf)]
     name = stats.name if len(stats.name) <= 16 else stats.name[:13] + "..."
     at = _number(stats.at) if stats.at is not None else ""
@@ -157,12 +168,19 @@ def _path(path: Sequence[OpNode], target_name: str) -> str:
 
 
 def _step(node: OpNode) -> str:
-    name = node.name or ("input" if node._record.facts.base == "leaf" else "") or (node.autograd_node if node.phase == "backward" else None) or traits.root_of(node._record.facts.base)
+    name = (
+        node.name
+        or ("input" if node._record.facts.base == "leaf" else "")
+        or (node.autograd_node if node.phase == "backward" else None)
+        or traits.root_of(node._record.facts.base)
+    )
     return f"{name} [Inf -> NaN]" if node.origin == "converted" else name
 
 
 def _item(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<6}", subsequent_indent=" " * 8) if text else []
+    return (
+        textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<6}", subsequent_indent=" " * 8) if text else []
+    )
 
 
 def _closing(report: DiagnosisReport) -> list[str]:
@@ -173,7 +191,7 @@ def _closing(report: DiagnosisReport) -> list[str]:
 
 def _healthy(report: DiagnosisReport) -> list[str]:
     target = f" in `{report.target_name}`" if report.target_name else ""
-    node: Optional[OpNode] = report.target
+    node: OpNode | None = report.target
     about = f" (node [{node.seq}] {node.op_name})" if node is not None else ""
     return [f"No non-finite values{target}{about}.", *_closing(report)]
 

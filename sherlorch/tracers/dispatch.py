@@ -17,14 +17,17 @@ from sherlorch.tracers.recorder import Recorder
 
 _NUMBERS = frozenset({float, int, bool, complex, type(None)})
 _NOTHING: dict[str, Any] = {}
-_PLANS: dict[bool, dict[int, Plan]] = {True: {}, False: {}}  # by id of the overload, which its plan keeps alive
+_PLANS: dict[bool, dict[int, Plan]] = {
+    True: {},
+    False: {},
+}  # by id of the overload, which its plan keeps alive
 
 
-class DispatchTracer(TorchDispatchMode):
+class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands each aten call and its results to a recorder."""
 
     def __init__(self, recorder: Recorder, fast: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.enabled = True
         self._fast = fast
@@ -32,13 +35,14 @@ class DispatchTracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the handler so that Dynamo never compiles it, at a microsecond per call; the mark below costs none.
+        # The default wraps the handler so that Dynamo never compiles it, at a microsecond per call; the mark
+        # below costs none.
         return not CAN_MARK
 
     def __enter__(self) -> DispatchTracer:
         # Scans must not show up in a mode further out.
         self.recorder.scan = health.scan_unseen if torch._C._len_torch_dispatch_stack() else health.scan
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
@@ -47,7 +51,9 @@ class DispatchTracer(TorchDispatchMode):
         plan = self._plans.get(id(func))
         if plan is None:
             plan = self._plans[id(func)] = plan_overload(func, self._fast)
-        if types and any(hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types):
+        if types and any(
+            hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types
+        ):
             return NotImplemented  # the subclass unwraps itself; the calls on what it wraps come here
         if not self.enabled:
             return plan.call(*args, **kwargs) if kwargs else plan.call(*args)

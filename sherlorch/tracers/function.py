@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from sherlorch import health
 from sherlorch.compat import never_compile
 from sherlorch.errors import NonFiniteError
+from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
-from sherlorch.tracers.recorder import SCALAR, Recorder, kind_of, kinds
+from sherlorch.tracers.recorder import Recorder
 
 _NOTHING: dict[str, Any] = {}
 _PLANS: dict[bool, dict[Any, Plan]] = {True: {}, False: {}}
@@ -33,7 +34,7 @@ class FunctionTracer(TorchFunctionMode):
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
         self.recorder.scan = health.scan_unseen if torch._C._len_torch_function_stack() else _scan
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_function__(

@@ -1,7 +1,9 @@
 """Which node a tensor is: storages, the views of each, and who wrote last where.
 
-Identity is by memory, not by object: in backward the saved tensors come back as new objects on the same storage. An `Entry` is
-a weak reference to a storage, so it dies with it and a reused address can never give a stale answer. (Since torch 2.1 the
+Identity is by memory, not by object: in backward the saved tensors come back as new objects on the same
+storage. An `Entry` is
+a weak reference to a storage, so it dies with it and a reused address can never give a stale answer. (Since
+torch 2.1 the
 Python object of a storage lives as long as the storage.)
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from sherlorch.graph import Record
 from sherlorch.health import NONFINITE
 
-Geometry = tuple[int, Sequence[int], Sequence[int], torch.dtype]
+Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
 _MANY_TWINS = 32
 
@@ -31,9 +33,9 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
 
     __slots__ = ("key", "more", "node", "views")
     key: int
-    node: Optional[Record]
-    views: Optional[dict[Geometry, Record]]
-    more: Optional[More]
+    node: Record | None
+    views: dict[Geometry, Record] | None
+    more: More | None
 
 
 class More:
@@ -43,7 +45,8 @@ class More:
 
     def __init__(self) -> None:
         self.writes: list[tuple[Geometry, Record]] = []
-        # Results with the geometry of an older node (detach, a view of the same shape) are told apart by object.
+        # Results with the geometry of an older node (detach, a view of the same shape) are told apart by
+        # object.
         self.twins: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
         self.stale = False  # someone may have written while the tracer was not looking
 
@@ -53,7 +56,7 @@ def geometry(tensor: Tensor) -> Geometry:
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def anchor(tensor: Tensor) -> Optional[Tensor]:
+def anchor(tensor: Tensor) -> Tensor | None:
     """The strided tensor whose memory holds the values of `tensor`; None where there is no such memory."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -79,12 +82,16 @@ def covers_storage(tensor: Tensor) -> bool:
 class Memory:
     """The table of storages.
 
-    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote. `by_object`: the
+    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote.
+    `by_object`: the
     tensors seen are the user's own objects, so that two with one geometry can be told apart.
     """
 
     def __init__(
-        self, leaf: Callable[[Tensor], Record], merge: Callable[[Tensor, Sequence[Record]], Record], by_object: bool = False
+        self,
+        leaf: Callable[[Tensor], Record],
+        merge: Callable[[Tensor, Sequence[Record]], Record],
+        by_object: bool = False,
     ) -> None:
         self.table: dict[int, Entry] = {}
         self.by_object = by_object
@@ -98,7 +105,7 @@ class Memory:
 
         self.forget = forget
 
-    def find(self, tensor: Tensor) -> Optional[Record]:
+    def find(self, tensor: Tensor) -> Record | None:
         """The node that a strided tensor is, or None for memory never seen."""
         entry = self.table.get(tensor.untyped_storage()._cdata)
         return self.read(entry, tensor) if entry is not None else None
@@ -106,7 +113,7 @@ class Memory:
     def start(self, tensor: Tensor, record: Record) -> Entry:
         """`record` made the storage of `tensor`, or is the first that is known of it."""
         storage = tensor.untyped_storage()
-        entry = Entry(storage, self.forget)  # type: ignore[arg-type]
+        entry = Entry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None
@@ -115,10 +122,11 @@ class Memory:
         return entry
 
     def start_leaf(self, tensor: Tensor) -> Record:
-        """First sight of an argument. A leaf that does not fill its storage speaks only for its own region."""
+        """First sight of an argument. A leaf that does not fill its storage speaks only for its own
+        region."""
         record = self._leaf(tensor)
         storage = tensor.untyped_storage()
-        entry = self.table[storage._cdata] = Entry(storage, self.forget)  # type: ignore[arg-type]
+        entry = self.table[storage._cdata] = Entry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None
@@ -151,8 +159,9 @@ class Memory:
             record = views[key] = self._assemble(entry, key, tensor)
         return record
 
-    def views(self, entry: Entry, source: Optional[Tensor]) -> dict[Geometry, Record]:
-        """The entry's views; begun now if need be, `source` being a tensor that is known to be `entry.node`."""
+    def views(self, entry: Entry, source: Tensor | None) -> dict[Geometry, Record]:
+        """The entry's views; begun now if need be, `source` being a tensor that is known to be
+        `entry.node`."""
         views = entry.views
         if views is None:
             node = entry.node
@@ -164,7 +173,7 @@ class Memory:
                 views = entry.views = {(0, shape, _contiguous_strides(shape), node.dtype): node}
         return views
 
-    def adopt(self, entry: Entry, tensor: Tensor, record: Record, source: Optional[Tensor] = None) -> bool:
+    def adopt(self, entry: Entry, tensor: Tensor, record: Record, source: Tensor | None = None) -> bool:
         """`record` is a new view on a known storage, made from `source` where that is on the same storage.
 
         False where an older node keeps standing for this very region.
@@ -172,7 +181,10 @@ class Memory:
         views = entry.views
         if views is None:
             views = self.views(entry, source)
-        if views.setdefault((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype), record) is record:
+        if (
+            views.setdefault((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype), record)
+            is record
+        ):
             return True
         if self.by_object:
             more = entry.more = entry.more or More()
@@ -227,7 +239,9 @@ class Memory:
     def _assemble(self, entry: Entry, key: Geometry, tensor: Tensor) -> Record:
         """The node of a region that no single node made."""
         more = entry.more
-        wanted = [pair for pair in reversed(more.writes if more is not None else []) if _may_overlap(pair[0], key)]
+        wanted = [
+            pair for pair in reversed(more.writes if more is not None else []) if _may_overlap(pair[0], key)
+        ]
         base = entry.node
         if base is None and not wanted:
             record = self._leaf(tensor)
@@ -247,7 +261,7 @@ class Memory:
 
     @staticmethod
     def _visible(
-        tensor: Tensor, key: Geometry, writes: Sequence[tuple[Geometry, Record]], base: Optional[Record]
+        tensor: Tensor, key: Geometry, writes: Sequence[tuple[Geometry, Record]], base: Record | None
     ) -> list[Record]:
         """Of the writes (newest first) those of which a cell of `tensor` is still to be seen."""
         size = tensor.untyped_storage().nbytes()
@@ -295,7 +309,8 @@ def _may_overlap(one: Geometry, other: Geometry) -> bool:
 def _interleaved(one: Geometry, other: Geometry) -> bool:
     """Two columns (or other slices of one grid) lie in each other's extent without sharing a cell.
 
-    Let all steps above some threshold be multiples of G and the smaller ones of a region span `inner` cells: then its cells
+    Let all steps above some threshold be multiples of G and the smaller ones of a region span `inner` cells:
+    then its cells
     have residues offset ... offset + inner modulo G, and regions whose residues are disjoint share no cell.
     """
     if one[3] != other[3]:

@@ -20,9 +20,25 @@ class Plan(OpFacts):
     """Facts of one op for the recorder."""
 
     __slots__ = (
-        "arguments", "blind", "bounded", "by_element", "call", "conditional", "func", "ignored", "in_place", "keeps_old", "law", "lifts", "overwrites",
-        "pointwise", "random", "root", "unmarked", "writes",
-    )  # fmt: skip
+        "arguments",
+        "blind",
+        "bounded",
+        "by_element",
+        "call",
+        "conditional",
+        "func",
+        "ignored",
+        "in_place",
+        "keeps_old",
+        "law",
+        "lifts",
+        "overwrites",
+        "pointwise",
+        "random",
+        "root",
+        "unmarked",
+        "writes",
+    )
 
     def __init__(self, func: Any, name: str, base: str) -> None:
         root = traits.root_of(base)
@@ -66,8 +82,25 @@ class Plan(OpFacts):
         return {**named, **kwargs}
 
 
-# In-place ops that lose their input where the lost value is what explains a fault; the others' ranges say enough.
-_CHEAP_IN_PLACE = frozenset({"add", "sub", "mul", "lerp", "addcmul", "addcdiv", "clamp", "relu", "copy", "fill", "zero", "neg", "dropout"})
+# In-place ops that lose their input where the lost value is what explains a fault; the others' ranges say
+# enough.
+_CHEAP_IN_PLACE = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "clamp",
+        "relu",
+        "copy",
+        "fill",
+        "zero",
+        "neg",
+        "dropout",
+    }
+)
 
 
 def plan_overload(func: Any, fast: bool) -> Plan:
@@ -85,8 +118,12 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and _views(schema))
     plan.writes = traits.written_arguments(schema, base)
     plan.by_element = base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
-    plan.keeps_old = bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
-    plan.in_place = [(position, is_out) for position, _, is_out in plan.writes] == [(0, False)] and not plan.by_element
+    plan.keeps_old = (
+        bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    )
+    plan.in_place = [(position, is_out) for position, _, is_out in plan.writes] == [
+        (0, False)
+    ] and not plan.by_element
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
@@ -98,7 +135,18 @@ def _views(schema: Any) -> bool:
     return any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
 
 
-_NO_VALUES = frozenset({"grad", "_grad", "backward", "requires_grad", "_set_grad_enabled", "set_grad_enabled", "register_hook", "retain_grad"})
+_NO_VALUES = frozenset(
+    {
+        "grad",
+        "_grad",
+        "backward",
+        "requires_grad",
+        "_set_grad_enabled",
+        "set_grad_enabled",
+        "register_hook",
+        "retain_grad",
+    }
+)
 _FUNCTION_STATS = frozenset({"batch_norm", "instance_norm"})
 
 
@@ -120,7 +168,9 @@ def plan_function(func: Any, fast: bool) -> Plan:
     in_place = name.endswith("_") and not name.endswith("__")
     if not plan.ignored and (in_place or name == "__setitem__" or plan.unmarked or _may_write(func)):
         plan.writes = [(0, "", False)]
-    plan.keeps_old = in_place and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    plan.keeps_old = (
+        in_place and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
+    )
     plan.in_place = in_place and not name.startswith("_") and not isinstance(func, FunctionType)
     plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
     plan.pointwise = _is_pointwise_function(plan.root)
@@ -135,8 +185,31 @@ def _may_write(func: Any) -> bool:
     return not func.__module__.startswith("torch.") or "inplace" in func.__code__.co_varnames
 
 
-_SELECTING_VIEWS = frozenset({"index", "select", "narrow", "expand", "expand_as", "unbind", "split", "chunk", "diagonal", "broadcast_to"})
-_RANDOM = frozenset({"dropout", "rrelu", "gumbel_softmax", "bernoulli", "multinomial", "feature_alpha_dropout", "alpha_dropout"})
+_SELECTING_VIEWS = frozenset(
+    {
+        "index",
+        "select",
+        "narrow",
+        "expand",
+        "expand_as",
+        "unbind",
+        "split",
+        "chunk",
+        "diagonal",
+        "broadcast_to",
+    }
+)
+_RANDOM = frozenset(
+    {
+        "dropout",
+        "rrelu",
+        "gumbel_softmax",
+        "bernoulli",
+        "multinomial",
+        "feature_alpha_dropout",
+        "alpha_dropout",
+    }
+)
 
 
 def _is_pointwise_function(root: str) -> bool:

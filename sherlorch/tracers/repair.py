@@ -1,6 +1,7 @@
 """A second look at a call with non-finite inputs: is something wrong that they did not cause?
 
-A tensor can hold a harmless Inf in one row while a real fault happens in another. For a pointwise op the elements that no bad
+A tensor can hold a harmless Inf in one row while a real fault happens in another. For a pointwise op the
+elements that no bad
 input touched are looked at; any other op runs again on copies of its inputs with the bad elements repaired.
 """
 
@@ -21,7 +22,8 @@ _HARMLESS = 0.5  # a value at which hardly any function is singular
 
 
 def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str, Tensor]) -> int:
-    """State flags of the elements of `out` that are bad for a reason of this call's own; 0 where there are none."""
+    """State flags of the elements of `out` that are bad for a reason of this call's own; 0 where there are
+    none."""
     if out.layout is not torch.strided or out.is_nested or plan.moves:
         return 0
     named = plan.name_arguments(args, kwargs)

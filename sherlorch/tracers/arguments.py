@@ -1,0 +1,78 @@
+"""What the arguments of a call are: the tensors in them, the numbers in them, what memory they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sherlorch.tracers.memory import anchor
+
+SCALAR, TENSOR, NESTED = 0, 1, 2
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+kinds: dict[type, int] = {
+    int: SCALAR, float: SCALAR, bool: SCALAR, complex: SCALAR, str: SCALAR, type(None): SCALAR, torch.dtype:
+    SCALAR, torch.device: SCALAR,
+    torch.layout: SCALAR, torch.memory_format: SCALAR, torch.Size: SCALAR, slice: NESTED, Tensor: TENSOR,
+    torch.nn.Parameter: TENSOR,
+    list: NESTED, tuple: NESTED, dict: NESTED,
+}  # fmt: skip
+
+
+def kind_of(cls: type) -> int:
+    """SCALAR, TENSOR or NESTED for the type of an argument, remembered in `kinds`."""
+    kind = SCALAR
+    if issubclass(cls, Tensor):
+        kind = TENSOR
+    elif issubclass(cls, (list, tuple, dict)):
+        kind = NESTED
+    kinds[cls] = kind
+    return kind
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and dicts, in order."""
+    kind = kinds.get(type(value))
+    if kind is None:
+        kind = kind_of(type(value))
+    if kind == TENSOR:
+        yield value
+    elif kind == NESTED and not isinstance(value, slice):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+    elif kind == NESTED:
+        for item in (value.start, value.stop, value.step):
+            yield from tensors_in(item)
+
+
+def numbers_in(value: Any) -> Iterator[Any]:
+    """Every float and complex number in nested lists, tuples and dicts."""
+    if isinstance(value, (float, complex)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from numbers_in(item)
+
+
+def share_memory(target: Tensor, others: Any) -> bool:
+    """Does any other tensor lie on the storage of `target`?"""
+    held = anchor(target)
+    if held is None:
+        return False
+    key = held.untyped_storage()._cdata
+    for tensor in tensors_in(others):
+        other = anchor(tensor) if tensor is not target else None
+        if other is not None and other.untyped_storage()._cdata == key:
+            return True
+    return False
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,125 @@
+"""A closer look at a result that is not finite: was it meant, what went in, which elements are newly bad."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from sherlorch import health
+from sherlorch.capture import capture
+from sherlorch.evidence import Evidence
+from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Extra, OpFacts, Record, location_of
+from sherlorch.health import INF, NAN, NONFINITE
+from sherlorch.source import short
+from sherlorch.tracers.arguments import numbers_in
+from sherlorch.tracers.plan import Plan
+from sherlorch.tracers.repair import newly_bad
+
+_MOST_RERUNS = 2000
+
+
+class Examiner:
+    """Looks at faulty calls; `miss` is told what could not be looked at."""
+
+    def __init__(self, miss: Callable[[OpFacts, BaseException, str], None]) -> None:
+        self._miss = miss
+        self._reruns = 0
+
+    def examine(
+        self, plan: Plan, args: Any, kwargs: Any, out: Tensor, parents: Sequence[Record], state: int, old: Any
+    ) -> tuple[int, Extra | None]:
+        """Look closer at a non-finite result: was it meant, what went in, which elements are newly bad."""
+        inputs = 0
+        for parent in parents:
+            inputs |= parent.bits & NONFINITE
+        if plan.moves and inputs:
+            return state, None
+        if not inputs and _meant(plan, args, kwargs, state):
+            return state | CONSTANT, None
+        if inputs & NAN or (inputs & INF and not state & NAN):  # propagated
+            born = self._newly_bad(plan, args, kwargs, out, old)
+            if not born:
+                return state, None
+            return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
+        return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old))
+
+    def _evidence(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> Evidence | None:
+        try:
+            with health.unseen(), _quiet():
+                return capture(plan.root, plan.name_arguments(args, kwargs), out, old=old or {})
+        except Exception as problem:
+            self._miss(plan, problem, "evidence of ")
+            return None
+
+    def _newly_bad(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> int:
+        if plan.random or plan.by_element or self._reruns >= _MOST_RERUNS:
+            return 0
+        self._reruns += 1
+        try:
+            with health.unseen(), _quiet():
+                return newly_bad(plan, args, kwargs, out, old or {})
+        except Exception as problem:
+            self._miss(plan, problem, "a second look at ")
+            return 0
+
+
+def mark_consumed(parents: Iterable[Record]) -> None:
+    """A call took these as input; of interest for non-finite ones only."""
+    for parent in parents:
+        if parent.bits & NONFINITE:
+            parent.bits |= CONSUMED
+
+
+def place_leaves(parents: Sequence[Record], user: Record) -> None:
+    """`user` computes with its parents: a bad leaf among them now has its line."""
+    for parent in parents:
+        seen = parent
+        while seen.facts.moves and seen.parents:
+            seen = next((p for p in seen.parents if p.bits & NONFINITE), seen.parents[0])
+        if user.code is None or not seen.bits & NONFINITE:
+            continue
+        if seen.bits & LEAF and seen.code is None:
+            seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
+        elif seen.facts.uninitialised and seen.extra is None:
+            seen.extra = Extra(
+                f"memory of {seen.facts.base}"
+                + (f" at {short(location_of(seen))}" if seen.code is not None else "")
+            )
+            seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
+
+
+def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> bool:
+    """Did the program name the non-finite value itself, as an argument of this call?"""
+    named = [value for value in numbers_in((args, kwargs)) if value - value != 0]
+    if state & NAN:
+        return any(value != value for value in named)
+    return bool(named)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Computing something again must not warn the user again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def leaf_evidence(tensor: Tensor) -> Evidence:
+    """What a bad leaf holds."""
+    index = health.first_bad_index(tensor)
+    stats = health.describe(tensor, "tensor")
+    if index is not None:
+        stats = replace(stats, at=health.value_at(tensor, index, tensor.shape))
+    return Evidence((), stats, index)
+
+
+def is_mask(stats: health.TensorStats) -> bool:
+    """Only -Inf beside zeros, as in an additive attention mask, or nothing but -Inf."""
+    return (
+        stats.neginf > 0 and not stats.nan and not stats.posinf and stats.neginf + stats.zeros == stats.numel
+    )

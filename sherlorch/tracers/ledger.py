@@ -1,0 +1,304 @@
+"""The nodes of one trace: made on first sight or added by a recorder, kept or let go, settled when their
+state is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
+
+from sherlorch import health, source
+from sherlorch.graph import (
+    ALIAS,
+    BACKWARD,
+    CONDENSED,
+    CONSTANT,
+    FORWARD,
+    GRADIENT,
+    INHERITED,
+    LEAF,
+    OPTIMIZER,
+    PENDING,
+    Extra,
+    OpFacts,
+    Record,
+    Scope,
+)  # fmt: skip
+from sherlorch.health import NONFINITE
+from sherlorch.source import short
+from sherlorch.tracers.faults import Examiner, is_mask, leaf_evidence, mark_consumed, place_leaves
+from sherlorch.tracers.memory import Memory, anchor
+from sherlorch.tracers.plan import PERMUTES, Plan
+
+CPU = torch.device("cpu")
+get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_LEAF = OpFacts("leaf", "leaf", moves=True)
+_VIEW = OpFacts("view", "view", moves=True)
+_PENDING_LIMIT = 4096
+_KEPT_FOR_EACH_SITE = 64
+_MOST_CONDENSED_PARENTS = 8
+
+
+class Site(NamedTuple):
+    """Where a call happened: the user's frame, phase and module, and the forward record of a backward
+    kernel."""
+
+    code: Any
+    instruction: int
+    scope: Scope
+    link: Record | None
+    autograd: Any
+
+
+class Ledger:
+    """The records of one trace, how they are found again, and which of them wait or went wrong."""
+
+    def __init__(
+        self,
+        *,
+        capture_stack: bool,
+        check_dtypes: Iterable[torch.dtype] | None,
+        keep_all: bool,
+        defer: bool = False,
+        leaf_name: Callable[[Tensor], str] = lambda tensor: "",
+        on_fault: Callable[[Record], None] | None = None,
+        by_object: bool = False,
+        is_gradient: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
+        self.capture_stack = capture_stack
+        self.floating = health.FLOATING if check_dtypes is None else frozenset(check_dtypes)
+        self.keep_all = keep_all
+        self.defer = defer  # treat every device as an accelerator
+        self.leaf_name = leaf_name
+        self.on_fault = on_fault
+        self.by_object = by_object
+        self.is_gradient = is_gradient
+        self.has_names = False  # are there watched modules to ask?
+        self.scan = health.scan
+        self.forward_scope = self.scope = Scope(FORWARD)
+        self.step_line: tuple[Any, int] | None = (
+            None  # the user's line of the torch optimizer step that runs now
+        )
+        self._backward = Scope(BACKWARD)
+        self._optimizer = Scope(OPTIMIZER)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every node."""
+        self.records: list[Record] = []
+        self.faults: list[Record] = []  # the non-finite ones
+        self._sites: dict[tuple[Any, ...], int] = {}
+        self.seq = 0
+        self.inherited = 0
+        self.unseen: dict[str, int] = {}
+        self._examiner = Examiner(self.miss)
+        self.memory = Memory(self._leaf, self._merged, self.by_object)
+        self.table = self.memory.table
+        self.loose: dict[int, tuple[Any, Record]] = {}
+        self.sequence = get_sequence_nr()
+        self.links: list[Record | None] = []
+        self.links_start = self.sequence
+        self.pending: list[tuple[Record, Any, bool]] = []
+        self.last_backward: tuple[Plan, Record, Site] | None = None
+
+    def node_of(self, tensor: Tensor) -> Record:
+        """The node that any tensor is; a leaf is made on first sight."""
+        try:
+            entry = self.table.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return self._node_without_storage(tensor)
+        if entry is None:
+            return self.memory.start_leaf(tensor)
+        if entry.views is None:
+            node = entry.node
+            if not node.bits & NONFINITE:  # type: ignore[union-attr]
+                return node  # type: ignore[return-value]
+        elif entry.more is None:
+            found = entry.views.get((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype))
+            if found is not None:
+                return found
+        return self.memory.read(entry, tensor)
+
+    def _node_without_storage(self, tensor: Tensor) -> Record:
+        """Sparse, functorch-wrapped and opaque tensors."""
+        held = anchor(tensor)
+        if held is not None:
+            return self.node_of(held)
+        found = self.loose.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        record = self._leaf(tensor)
+        self.loose[id(tensor)] = (WeakIdRef(tensor), record)
+        return record
+
+    def find(self, tensor: Tensor) -> Record | None:
+        """The node that a tensor is, or None for one never seen."""
+        held = anchor(tensor)
+        if held is not None:
+            return self.memory.find(held)
+        found = self.loose.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _leaf(self, tensor: Tensor) -> Record:
+        dtype = tensor.dtype
+        device = CPU if tensor.is_cpu else tensor.device
+        state = 0
+        if dtype in self.floating:
+            state = self.scan(tensor) if device is CPU and not self.defer else PENDING
+        extra = None
+        if self.has_names or state & NONFINITE:
+            name = self.leaf_name(tensor)
+            extra = Extra(name) if name or state & NONFINITE else None
+        if state & NONFINITE and extra is not None:
+            extra.evidence = leaf_evidence(tensor)
+            extra.mask = is_mask(extra.evidence.result)
+            born = self._gradient_of_backward(tensor, state, extra)
+            if born is not None:
+                return born
+        seq = self.seq = self.seq + 1
+        scope = self.scope if self.scope.phase == FORWARD else self.forward_scope
+        record = Record(
+            seq, seq, _LEAF, tensor.shape, dtype, device, state | LEAF, (), None, 0, scope, None, None, extra
+        )
+        if self.keep_all or state & (NONFINITE | PENDING):
+            self.records.append(record)
+        if state & NONFINITE:
+            self.faults.append(record)
+        elif state & PENDING:
+            self._wait(record, tensor, False)
+        return record
+
+    def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra) -> Record | None:
+        """At function level a bad gradient comes out of the `backward` call, which is one node there."""
+        if self.last_backward is None or not self.is_gradient(tensor):
+            return None
+        plan, loss, site = self.last_backward
+        self.seq += 1
+        record = Record(
+            self.seq, self.seq, plan, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device,
+            state | GRADIENT, (loss,),
+            site.code, site.instruction, self._backward, None, None, extra,
+        )  # fmt: skip
+        self.records.append(record)
+        self.faults.append(record)
+        return record
+
+    def _name_lifted(self, leaf: Record, code: Any, instruction: int) -> None:
+        """A leaf of data in the program: it has the line that made it for a name; a lone number is a
+        constant."""
+        if not leaf.bits & NONFINITE or leaf.extra is None:
+            return
+        leaf.extra.name = "tensor made" + (
+            f" at {short(source.location_of(code, instruction))}" if code is not None else ""
+        )
+        if not leaf.shape:
+            leaf.bits |= CONSTANT
+
+    def _merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
+        mark_consumed(parts)
+        bits = 0
+        for part in parts:
+            bits |= part.bits
+        state = INHERITED | (bits & GRADIENT)
+        if bits & (NONFINITE | PENDING) and tensor.dtype in self.floating:
+            state |= self.scan(tensor) if tensor.is_cpu and not self.defer else PENDING
+        first = parts[0]
+        self.seq += 1
+        keep = self.keep_all or state & (NONFINITE | PENDING)
+        record = Record(
+            self.seq, self.seq, _VIEW, tensor.shape, tensor.dtype, first.device, state | ALIAS, tuple(parts)
+            if keep else (), first.code,
+            first.instruction, first.scope, first.link, first.autograd, None,
+        )  # fmt: skip
+        if keep:
+            self.records.append(record)
+        if state & NONFINITE:
+            self.faults.append(record)
+        elif state & PENDING:
+            self._wait(record, tensor, False)
+        return record
+
+    def settle(self, plan: Plan, held: Tensor | None, record: Record, parents: Sequence[Record]) -> None:
+        """A record that is not finite, or not yet known to be."""
+        if record.bits & PENDING:
+            self._wait(record, held, plan.law == PERMUTES and bool(parents))
+            return
+        if not plan.moves:
+            place_leaves(parents, record)
+        if self.keep_all or self._is_worth_keeping(record):
+            self.faults.append(record)
+        else:
+            self.records.pop()
+            _condense(record)
+        if self.on_fault is not None:
+            self.on_fault(record)
+
+    def _is_worth_keeping(self, record: Record) -> bool:
+        """With ``keep="nonfinite"`` only the first faults of each line and op are kept for good."""
+        site = (record.facts.name, id(record.code), record.instruction, id(record.autograd))
+        count = self._sites[site] = self._sites.get(site, 0) + 1
+        return count <= _KEPT_FOR_EACH_SITE
+
+    def miss(self, plan: OpFacts, problem: BaseException, what: str = "") -> None:
+        """Count what could not be recorded; the report tells."""
+        text = f"{what}{plan.name}: {type(problem).__name__}: {problem}".split("\n")[0]
+        self.unseen[text] = self.unseen.get(text, 0) + 1
+
+    # Accelerators: states that are read later.
+
+    def _wait(self, record: Record, tensor: Tensor | None, inherits: bool) -> None:
+        scan = None if inherits or tensor is None else health.begin_scan(tensor)
+        self.pending.append((record, scan, inherits))
+        if len(self.pending) >= _PENDING_LIMIT or self.on_fault is not None:
+            self.resolve()
+
+    def resolve(self) -> None:
+        """Read every waiting state in one transfer."""
+        waiting, self.pending = self.pending, []
+        answers = iter(health.finish_scans([scan for _, scan, _ in waiting if scan is not None]))
+        for record, scan, inherits in waiting:
+            mark_consumed(record.parents)
+            state = 0
+            if inherits:
+                for parent in record.parents:
+                    state |= parent.bits & NONFINITE
+                state |= INHERITED
+            elif scan is not None:
+                state, low, high = next(answers)
+                if state:
+                    record.extra = record.extra or Extra()
+                    record.extra.range = (low, high)
+            record.bits = record.bits & ~PENDING | state
+            if state & NONFINITE:
+                self.faults.append(record)
+                if record.parents and not record.facts.moves:
+                    place_leaves(record.parents, record)
+                if self.on_fault is not None and not record.bits & LEAF:
+                    self.on_fault(record)
+            elif not self.keep_all:
+                record.parents = ()
+        if not self.keep_all:
+            self.records = [record for record in self.records if record.bits & (NONFINITE | PENDING)]
+
+    def state_of(self, held: Tensor | None) -> int:
+        """State of memory that was just written."""
+        if held is None or held.dtype not in self.floating:
+            return 0
+        if held.is_cpu and not self.defer:
+            return self.scan(held)
+        return PENDING
+
+
+def _condense(record: Record) -> None:
+    """Let a record refer to what its condensed parents refer to, so that a poisoned run does not grow a
+    chain for ever."""
+    record.bits |= CONDENSED
+    kept: dict[int, Record] = {}
+    for parent in record.parents:
+        if parent.bits & NONFINITE:
+            further = [p for p in parent.parents if p.bits & NONFINITE] if parent.bits & CONDENSED else []
+            kept.update((id(p), p) for p in further or [parent])
+    record.parents = tuple(kept.values())[:_MOST_CONDENSED_PARENTS]

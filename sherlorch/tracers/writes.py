@@ -1,0 +1,157 @@
+"""Calls that write several arguments, or that may: ``out=``, ``_foreach_*_``, ``_fused_*_``, batch norm,
+Python functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sherlorch.graph import Record
+from sherlorch.health import NONFINITE
+from sherlorch.ops import traits
+from sherlorch.tracers.arguments import share_memory, tensors_in, version_of
+from sherlorch.tracers.faults import mark_consumed
+from sherlorch.tracers.plan import Plan
+
+if TYPE_CHECKING:
+    from sherlorch.tracers.ledger import Site
+    from sherlorch.tracers.recorder import Recorder
+
+
+class Writing:
+    """One call that writes arguments: what must be known before it runs, and what is known after."""
+
+    def __init__(
+        self, recorder: Recorder, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.recorder, self.plan, self.args, self.kwargs = recorder, plan, args, kwargs
+        self.versions: list[int] | None = None
+        self.targets = list(self._find_targets() if plan.arguments else self._find_candidates())
+        written = {id(target) for target, _, reads in self.targets if not reads}
+        # Inputs are looked up before the call: afterwards their memory may hold something else.
+        self.inputs = [(value, self._nodes(value, written)) for value in (*args, *kwargs.values())]
+        self.old = self._keep_old()
+        for target, _, reads in self.targets:
+            known = None if reads else recorder.find(target)
+            if known is not None:
+                mark_consumed([known])
+
+    def _find_targets(self) -> Iterator[tuple[Tensor, int, bool]]:
+        """(tensor, its place in a list or -1, is its old value an input) of each written argument."""
+        plan, args = self.plan, self.args
+        for position, name, is_out in plan.writes:
+            value = args[position] if 0 <= position < len(args) else self.kwargs.get(name)
+            if plan.unmarked and name in traits.UNMARKED_WRITES[plan.base] and not self._trains():
+                continue
+            reads = not (is_out or (plan.overwrites and position == 0))
+            if isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if isinstance(item, Tensor):
+                        yield item, index if plan.by_element else -1, reads
+            elif isinstance(value, Tensor):
+                yield value, -1, reads or self._overlaps(value)
+
+    def _find_candidates(self) -> Iterator[tuple[Tensor, int, bool]]:
+        """At function level there is no schema: what was written shows in the tensors' version counters."""
+        plan = self.plan
+        self.versions = []
+        named: list[tuple[Any, Any]] = [*enumerate(self.args), *self.kwargs.items()]
+        for name, value in named:
+            in_list = isinstance(value, (list, tuple)) and plan.by_element
+            for index, tensor in enumerate(tensors_in(value)):
+                self.versions.append(-2 if name == "out" or self._is_statistic(name) else version_of(tensor))
+                reads = name != "out" and not (plan.overwrites and name == 0)
+                yield tensor, index if in_list else -1, reads or self._overlaps(tensor)
+
+    def _is_statistic(self, name: Any) -> bool:
+        if not self.plan.unmarked or name not in (1, 2, "running_mean", "running_var"):
+            return False
+        training = self.kwargs.get(
+            "training", self.kwargs.get("use_input_stats", self.args[5] if len(self.args) > 5 else False)
+        )
+        return bool(training)
+
+    def _drop_unwritten(self) -> None:
+        if self.versions is not None:
+            self.targets = [
+                target
+                for target, version in zip(self.targets, self.versions)
+                if version == -2 or version_of(target[0]) != version
+            ]
+
+    def _trains(self) -> bool:
+        named = self.plan.name_arguments(self.args, self.kwargs)
+        return bool(named.get("training", True))
+
+    def _overlaps(self, target: Tensor) -> bool:
+        """Does a full overwrite read memory that it writes?"""
+        return share_memory(target, (self.args, self.kwargs))
+
+    def _nodes(self, value: Any, written: set[int]) -> list[Record | None]:
+        node_of = self.recorder.node_of
+        return [None if id(tensor) in written else node_of(tensor) for tensor in tensors_in(value)]
+
+    def _keep_old(self) -> dict[str, Tensor]:
+        """Copies of what the call is about to overwrite, where a fault could not be explained without."""
+        plan = self.plan
+        if plan.by_element or plan.overwrites:
+            return {}
+        old = {}
+        named = None
+        for target, _, reads in self.targets:
+            if not reads or target.dtype not in self.recorder.floating:
+                continue
+            bad = any(
+                node is not None and node.bits & NONFINITE for _, nodes in self.inputs for node in nodes
+            )
+            if plan.keeps_old or bad:
+                named = named or plan.name_arguments(self.args, self.kwargs)
+                name = next((name for name, value in named.items() if value is target), "self")
+                old[name] = self.recorder.copy(target)
+        return old
+
+    def _parents(self, index: int) -> tuple[Record, ...]:
+        parents: list[Record] = []
+        for value, nodes in self.inputs:
+            if index >= 0 and isinstance(value, (list, tuple)):
+                if index < len(nodes) and len(nodes) == len(value) and nodes[index] is not None:
+                    parents.append(nodes[index])  # type: ignore[arg-type]
+            else:
+                parents.extend(node for node in nodes if node is not None)
+        return tuple(parents)
+
+    def finish(self, out: Any, site: Site) -> None:
+        """The call has run: add a node for each written argument, then for each other result."""
+        recorder, plan = self.recorder, self.plan
+        self._drop_unwritten()
+        if plan.ignored and not self.targets:
+            return
+        call = recorder.seq + 1
+        whole = None
+        record: Record | None = None
+        for target, index, _ in self.targets:
+            if index < 0:
+                whole = parents = whole if whole is not None else self._parents(-1)
+            else:
+                parents = self._parents(index)
+            bits = 0
+            for parent in parents:
+                bits |= parent.bits
+            record = recorder.add_write(
+                plan, self.args, self.kwargs, target, parents, bits, *site, call, self.old
+            )
+        written = {id(target) for target, _, _ in self.targets}
+        for result in tensors_in(out):
+            if id(result) in written:
+                continue
+            whole = whole if whole is not None else self._parents(-1)
+            bits = 0
+            for parent in whole:
+                bits |= parent.bits
+            record = (
+                recorder.add_result(plan, self.args, self.kwargs, result, whole, bits, *site, call) or record
+            )
+        if record is not None:
+            recorder.tie_made(record)
