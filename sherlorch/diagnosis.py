@@ -142,6 +142,8 @@ def also_seen(
         if record.facts.moves and not record.bits & (LEAF | CONSTANT):
             continue
         origin = origin_of(record)
+        if origin == "uninitialised" and record.extra is None:
+            continue  # nobody read it
         if origin in (None, "propagated", "converted") or record.call in excluded or record.seq in excluded:
             continue
         groups.setdefault((record.facts.name, record.code, record.instruction), []).append(record)

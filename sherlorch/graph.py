@@ -125,18 +125,17 @@ class Record:
 class Extra:
     """What only few records have: a leaf's name, a fault's evidence, elements that are newly bad."""
 
-    __slots__ = ("born", "evidence", "mask", "name", "range")
+    __slots__ = ("born", "evidence", "mask", "name", "negative", "range")
 
     def __init__(
-        self, name: str = "", evidence: Evidence | None = None, born: int = 0, mask: bool = False
+        self, name: str = "", evidence: Evidence | None = None, born: int = 0, negative: bool = False
     ) -> None:
         self.name = name  # "parameter model.head.weight"
         self.evidence = evidence
         self.born = born  # state flags of elements that went bad here although their own inputs were good
+        self.negative = negative  # a constant: the program named only negative infinities
+        self.mask = False  # a leaf that holds -Inf beside zeros only, as an additive attention mask does
         self.range: tuple[float, float] | None = None  # min and max where the state was read late
-        self.mask = (
-            mask  # a leaf whose every bad element is an infinity put there on purpose, as in an additive mask
-        )
 
 
 def forward_of(record: Record) -> Record | None:

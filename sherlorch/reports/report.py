@@ -136,6 +136,8 @@ def kind_of(node: OpNode) -> str:
         return "NaN and Inf" if node.has_inf else "NaN"
     if evidence is not None and evidence.result.neginf and not evidence.result.posinf:
         return "-Inf"
+    if node._record.extra is not None and node._record.extra.negative:
+        return "-Inf"
     return "Inf"
 
 

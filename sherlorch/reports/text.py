@@ -8,6 +8,7 @@ from itertools import groupby
 
 from tabulate import tabulate
 
+from sherlorch.capture import plain_name
 from sherlorch.evidence import Evidence
 from sherlorch.graph import OpNode
 from sherlorch.health import TensorStats
@@ -54,6 +55,10 @@ def verdict(report: DiagnosisReport, node: OpNode) -> str:
     return f"{showed} in {target} {born} in {node.op_name}{note} at {where}{phase}"
 
 
+def _verdict(report: DiagnosisReport, node: OpNode) -> list[str]:
+    return textwrap.wrap(verdict(report, node), WIDTH, subsequent_indent="    ", break_long_words=False)
+
+
 def _leaf(node: OpNode) -> str:
     return f"the {node.name}" if node.name else "an input tensor"
 
@@ -69,32 +74,24 @@ _INFIX = {"div": "/", "mul": "*", "sub": "-", "add": "+", "pow": "**"}
 def _operands(node: OpNode) -> str:
     """`` (0 / 0)`` where the operands at the first bad index are known."""
     evidence = node.evidence
-    if evidence is None:
+    if evidence is None or any(value is None for value in evidence.operands):
         return ""
-    root = traits.root_of(node._record.facts.base)
-    if not getattr(node._record.facts, "pointwise", False):
-        return ""
-    values = [_number(row.at) for row in evidence.inputs if row.at is not None]
-    if len(values) == 1 and root not in _INFIX and len(evidence.inputs) == 1:
+    root = plain_name(node._record.facts.base)
+    values = [_number(value) for value in evidence.operands]
+    if len(values) == 1 and root not in _INFIX:
         return f" ({root}({values[0]}))"
-    if root in _INFIX and len(values) == 1:
-        values += [_number(value) for key, value in evidence.scalars.items() if key in ("other", "exponent")][
-            :1
-        ]
-    if root in _INFIX and len(values) == 2:
-        return f" ({values[0]} {_INFIX[root]} {values[1]})"
-    return ""
+    return f" ({values[0]} {_INFIX[root]} {values[1]})" if len(values) == 2 and root in _INFIX else ""
 
 
 def _culprit(report: DiagnosisReport, node: OpNode) -> list[str]:
-    lines = [verdict(report, node), *_source_line(node), ""]
+    lines = [*_verdict(report, node), *_source_line(node), ""]
     if node.evidence is not None:
         lines += [*_evidence(node.evidence), ""]
     return lines + _reasons(report, node)
 
 
 def _short(report: DiagnosisReport, node: OpNode) -> list[str]:
-    return [verdict(report, node), *_source_line(node), *_reasons(report, node)]
+    return [*_verdict(report, node), *_source_line(node), *_reasons(report, node)]
 
 
 def _source_line(node: OpNode) -> list[str]:
@@ -119,9 +116,12 @@ def _evidence(evidence: Evidence) -> list[str]:
     if hidden > 0:
         rows.append(["in", f"({hidden} more)"])
     rows.append(_row("out", evidence.result))
-    text = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
-    lines = [_fit("  " + line.rstrip()) for line in text.splitlines()]
+    text = _table(rows, headers)
     extra = []
+    if max(map(len, text)) > WIDTH:
+        text = _table(rows, [*headers[:-1], "at"])
+        extra.append(f"first bad element: {list(evidence.index)}" if evidence.index is not None else "")
+    lines = [_fit(line) for line in text]
     if evidence.largest:
         extra.append("largest in the bad row: " + ", ".join(_number(value) for value in evidence.largest[:4]))
     if evidence.headroom is not None:
@@ -132,6 +132,11 @@ def _evidence(evidence: Evidence) -> list[str]:
         for note in extra
         for line in textwrap.wrap(note, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
     ]
+
+
+def _table(rows: list[list[str]], headers: list[str]) -> list[str]:
+    text = tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
+    return ["  " + line.rstrip() for line in text.splitlines()]
 
 
 def _row(side: str, stats: TensorStats) -> list[str]:

@@ -14,7 +14,7 @@ from sherlorch import health
 from sherlorch.capture import capture
 from sherlorch.evidence import Evidence
 from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Extra, OpFacts, Record, location_of
-from sherlorch.health import INF, NAN, NONFINITE
+from sherlorch.health import NAN, NONFINITE
 from sherlorch.source import short
 from sherlorch.tracers.arguments import numbers_in
 from sherlorch.tracers.plan import Plan
@@ -39,19 +39,21 @@ class Examiner:
             inputs |= parent.bits & NONFINITE
         if plan.moves and inputs:
             return state, None
-        if not inputs and _meant(plan, args, kwargs, state):
-            return state | CONSTANT, None
-        if inputs & NAN or (inputs & INF and not state & NAN):  # propagated
+        if not inputs:
+            named = _meant(plan, args, kwargs, state)
+            if named:
+                return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
+        elif inputs & NAN or not state & NAN:  # propagated
             born = self._newly_bad(plan, args, kwargs, out, old)
-            if not born:
-                return state, None
+            if not born and not (plan.combines and self._reruns < _MOST_RERUNS):
+                return state, None  # a reduction may be where a constant does its damage
             return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
         return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old))
 
     def _evidence(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> Evidence | None:
         try:
             with health.unseen(), _quiet():
-                return capture(plan.root, plan.name_arguments(args, kwargs), out, old=old or {})
+                return capture(plan.base, plan.name_arguments(args, kwargs), out, old=old or {})
         except Exception as problem:
             self._miss(plan, problem, "evidence of ")
             return None
@@ -93,12 +95,10 @@ def place_leaves(parents: Sequence[Record], user: Record) -> None:
             seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
 
 
-def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> bool:
-    """Did the program name the non-finite value itself, as an argument of this call?"""
+def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
+    """The non-finite values that the program itself named as arguments, if they are what the result holds."""
     named = [value for value in numbers_in((args, kwargs)) if value - value != 0]
-    if state & NAN:
-        return any(value != value for value in named)
-    return bool(named)
+    return named if not state & NAN or any(value != value for value in named) else []
 
 
 @contextmanager
@@ -111,10 +111,11 @@ def _quiet() -> Iterator[None]:
 
 def leaf_evidence(tensor: Tensor) -> Evidence:
     """What a bad leaf holds."""
-    index = health.first_bad_index(tensor)
-    stats = health.describe(tensor, "tensor")
-    if index is not None:
-        stats = replace(stats, at=health.value_at(tensor, index, tensor.shape))
+    with health.unseen():
+        index = health.first_bad_index(tensor)
+        stats = health.describe(tensor, "tensor")
+        if index is not None:
+            stats = replace(stats, at=health.value_at(tensor, index, tensor.shape))
     return Evidence((), stats, index)
 
 

@@ -199,6 +199,8 @@ class Recorder(Ledger):
         if scope.phase == BACKWARD or (scope is self._optimizer and bits & GRADIENT):
             state |= GRADIENT
         if state & NONFINITE:
+            if not bits & NONFINITE and parents:
+                parents, bits = self._look_again(parents, (args, kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
                 extra = None
@@ -309,6 +311,32 @@ class Recorder(Ledger):
             record = self.add_result(plan, row, kwargs, result, parents, bits, *site, call) or record
         if record is not None:
             self.tie_made(record)
+
+    def _look_again(self, parents: tuple[Record, ...], values: Any) -> tuple[tuple[Record, ...], int]:
+        """Before an op is blamed: are its inputs still what they were?
+
+        NumPy, C++ or another thread may have written them; an input that went bad unseen is a leaf from here on.
+        """
+        changed: dict[int, Record] = {}
+        for tensor in tensors_in(values):
+            if tensor.dtype not in self.floating or not tensor.is_cpu or self.defer:
+                continue
+            held = anchor(tensor)
+            known = self.find(tensor)
+            if held is None or known is None or known.bits & NONFINITE or not self.scan(held):
+                continue
+            leaf = self._leaf(held)
+            if leaf.extra is not None and not leaf.extra.name:
+                leaf.extra.name = "tensor that was written where the tracer did not look"
+            self.memory.write(held, leaf)
+            changed[id(known)] = leaf
+        if not changed:
+            return parents, 0
+        parents = tuple(changed.get(id(parent), parent) for parent in parents)
+        bits = 0
+        for parent in parents:
+            bits |= parent.bits
+        return parents, bits
 
     def tie(self, record: Record | None, sequence: int) -> None:
         """Give the autograd nodes made since the last call to this record: it is their forward op."""
@@ -475,6 +503,8 @@ class Recorder(Ledger):
             state |= GRADIENT
         extra = None
         if state & NONFINITE:
+            if not bits & NONFINITE and parents and call == 0:
+                parents, bits = self._look_again(parents, (args[1:], kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
             if plan.base == _UNSCALE:
                 state |= CONSUMED  # GradScaler has noticed and will skip the step

@@ -30,7 +30,8 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     written = [name for name, value in named.items() if value is out]
     if written and not all(name in old for name in written):
         return 0
-    inputs = {name: old.get(name, value) for name, value in named.items() if name != "out"}
+    results = {name for position, name, _ in plan.writes if position < 0}
+    inputs = {name: old.get(name, value) for name, value in named.items() if name not in results}
     if plan.pointwise:
         return _untouched(out, [value for value in inputs.values() if isinstance(value, Tensor)])
     return _rerun(plan, inputs, kwargs, out)

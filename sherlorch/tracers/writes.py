@@ -4,6 +4,7 @@ Python functions."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -66,7 +67,9 @@ class Writing:
                 yield tensor, index if in_list else -1, reads or self._overlaps(tensor)
 
     def _is_statistic(self, name: Any) -> bool:
-        if not self.plan.unmarked or name not in (1, 2, "running_mean", "running_var"):
+        # torch.nn.functional.batch_norm has them second and third, torch.batch_norm fourth and fifth.
+        places = (1, 2) if isinstance(self.plan.func, FunctionType) else (3, 4)
+        if not self.plan.unmarked or name not in (*places, "running_mean", "running_var"):
             return False
         training = self.kwargs.get(
             "training", self.kwargs.get("use_input_stats", self.args[5] if len(self.args) > 5 else False)
