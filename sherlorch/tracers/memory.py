@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sherlorch.graph import Record
-from sherlorch.health import NONFINITE
+from sherlorch.health import NONFINITE, unseen
 
 Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
@@ -250,7 +250,8 @@ class Memory:
             return record
         parts = [node for _, node in wanted] + ([base] if base is not None else [])
         if len(parts) > 1 and any(part.bits & NONFINITE for part in parts):
-            parts = self._visible(tensor, key, wanted, base)
+            with unseen():
+                parts = self._visible(tensor, key, wanted, base)
         record = self._merge(tensor, parts)
         if base is not None and covers_storage(tensor):
             # It stands for everything written so far: later reads need not look behind it.
@@ -267,7 +268,7 @@ class Memory:
         size = tensor.untyped_storage().nbytes()
         if size > _LARGEST_MASK:
             return [node for _, node in writes] + ([base] if base is not None else [])
-        missing = torch.zeros(size, dtype=torch.bool)
+        missing = torch.zeros(size, dtype=torch.bool, device="cpu")
         _cells(missing, key).fill_(True)
         seen = []
         for region, node in writes:
@@ -337,5 +338,6 @@ _widths: dict[Any, int] = {}
 
 def _width(dtype: torch.dtype) -> int:
     if dtype not in _widths:
-        _widths[dtype] = torch.empty((), dtype=dtype, device="meta").element_size()
+        with unseen():
+            _widths[dtype] = torch.empty((), dtype=dtype, device="meta").element_size()
     return _widths[dtype]
