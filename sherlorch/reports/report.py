@@ -10,6 +10,7 @@ from typing import Any
 from sherlorch.diagnosis import Diagnosis, Sighting
 from sherlorch.explain import Explanation, Fault, explain
 from sherlorch.graph import OpNode, Record, forward_of, location_of, origin_of
+from sherlorch.health import NAN
 from sherlorch.ops import traits
 from sherlorch.source import short, text_of
 
@@ -158,6 +159,16 @@ def _made_by(record: Record) -> Record:
     return record
 
 
+def _until_nan(path: Sequence[Record]) -> list[Record]:
+    """What happened to the culprit's value: up to the op that made NaN of an Inf."""
+    steps = []
+    for record in path[1:]:
+        steps.append(record)
+        if record.bits & NAN and not path[0].bits & NAN:
+            break
+    return steps
+
+
 def _fault_of(record: Record, path: Sequence[Record], constants: tuple[str, ...]) -> Fault:
     node = OpNode(record)
     forward = forward_of(record)
@@ -179,7 +190,7 @@ def _fault_of(record: Record, path: Sequence[Record], constants: tuple[str, ...]
             for maker in makers
         ),
         grandparents=tuple(_root(_made_by(parent)) for maker in makers for parent in maker.parents),
-        downstream=tuple(traits.root_of(step.facts.base) for step in path[1:]),
+        downstream=tuple(traits.root_of(step.facts.base) for step in _until_nan(path)),
         constants=constants,
         leaf=node.name or ("argument" if record.facts.base == "leaf" else None),
         module=node.module_path,

@@ -27,6 +27,7 @@ class Plan(OpFacts):
         "call",
         "conditional",
         "func",
+        "has_schema",
         "ignored",
         "in_place",
         "keeps_old",
@@ -68,6 +69,7 @@ class Plan(OpFacts):
         self.lifts = False  # makes a tensor of data that the program holds
         self.pointwise = False
         self.random = False
+        self.has_schema = False  # is it known from a schema what a call writes?
         self.arguments: tuple[str, ...] = ()
 
     def law_for(self, args: Any, kwargs: Mapping[str, Any]) -> int:
@@ -127,6 +129,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
+    plan.has_schema = True
     plan.arguments = tuple(argument.name for argument in schema.arguments)
     return plan
 
@@ -175,7 +178,19 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
     plan.pointwise = _is_pointwise_function(plan.root)
     plan.random = plan.root in _RANDOM
+    plan.arguments = _argument_names(func, plan.root)
     return plan
+
+
+def _argument_names(func: Any, root: str) -> tuple[str, ...]:
+    """Names for the evidence: those of the Python function, or of the aten op of the same name."""
+    if isinstance(func, FunctionType):
+        return func.__code__.co_varnames[: func.__code__.co_argcount]
+    packet = getattr(torch.ops.aten, root, None)
+    if packet is None:
+        return ()
+    schema = getattr(packet, packet.overloads()[0])._schema
+    return tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
 
 
 def _may_write(func: Any) -> bool:

@@ -315,7 +315,8 @@ class Recorder(Ledger):
     def _look_again(self, parents: tuple[Record, ...], values: Any) -> tuple[tuple[Record, ...], int]:
         """Before an op is blamed: are its inputs still what they were?
 
-        NumPy, C++ or another thread may have written them; an input that went bad unseen is a leaf from here on.
+        NumPy, C++ or another thread may have written them.
+        An input that went bad unseen is a leaf from here on.
         """
         changed: dict[int, Record] = {}
         for tensor in tensors_in(values):
@@ -443,7 +444,7 @@ class Recorder(Ledger):
                 parents, bits = self.inputs(args, kwargs)
                 if plan.keeps_old or bits & NONFINITE:
                     old = {plan.arguments[0] if plan.arguments else "arg0": self.copy(target)}
-            if not plan.arguments:
+            if not plan.has_schema:
                 version = version_of(target)
         except Exception as reason:
             problem = reason

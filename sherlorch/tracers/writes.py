@@ -29,7 +29,7 @@ class Writing:
     ) -> None:
         self.recorder, self.plan, self.args, self.kwargs = recorder, plan, args, kwargs
         self.versions: list[int] | None = None
-        self.targets = list(self._find_targets() if plan.arguments else self._find_candidates())
+        self.targets = list(self._find_targets() if plan.has_schema else self._find_candidates())
         written = {id(target) for target, _, reads in self.targets if not reads}
         # Inputs are looked up before the call: afterwards their memory may hold something else.
         self.inputs = [(value, self._nodes(value, written)) for value in (*args, *kwargs.values())]
