@@ -14,18 +14,17 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 VERDICTS = {
     "backward_only_nan.py": (
-        "NaN in `encoder.0.weight.grad` was born in aten.div.Tensor (backward of sqrt) at {line}  [backward]"
+        "NaN in `encoder.0.weight.grad` was born in aten.div.Tensor at {line}  [backward]"
     ),
     "find_nan_in_transformer.py": (
-        "NaN in `loss` began as -Inf in aten.log.default (log(0)) at model.blocks.0.gate, {line}  [forward]"
+        "NaN in `loss` began as -Inf in aten.log.default (log(0)) at {line}  [forward]"
     ),
     "half_precision_overflow.py": (
-        "NaN and Inf in `y` began as Inf in mul (394.8 * -235.1) at model, {line}  [forward]"
+        "NaN and Inf in `y` began as Inf in mul (394.8 * -235.1) at {line}  [forward]"
     ),
     "inplace_through_view.py": "NaN in `loss` was born in div_ (0 / 0) at {line}  [forward]",
     "poisoned_parameter.py": (
-        "Inf in `loss` came in with parameter model.scale, which held Inf; "
-        "first computed with at {line}  [forward]"
+        "Inf in `loss` came in with parameter model.scale, first used at {line}  [forward]"
     ),
 }
 

@@ -35,32 +35,47 @@ def render(report: DiagnosisReport) -> str:
     return "\n".join([*lines, *_closing(report)])
 
 
-def verdict(report: DiagnosisReport, node: OpNode) -> str:
-    """One line that can be grepped: what, where it showed, which op, which line, which phase."""
+def verdict(report: DiagnosisReport, node: OpNode) -> list[str]:
+    """What, where it showed, which op, which line, which phase: one line that can be grepped.
+
+    Where it would be too long the module, then the operands, go to a line of their own.
+    """
+    details = [
+        detail for detail in (_forward_note(node) or _operands(node), node.module_path or "") if detail
+    ]
+    for moved in range(len(details) + 1):
+        kept = details[: len(details) - moved]
+        line = _claim(report, node, kept)
+        if len(line) <= WIDTH:
+            break
+    below = [
+        f"    in {detail}" if detail == node.module_path else f"   {detail}"
+        for detail in details
+        if detail not in kept
+    ]
+    return [*textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False), *below]
+
+
+def _claim(report: DiagnosisReport, node: OpNode, details: Sequence[str]) -> str:
     target = f"`{report.target_name}`" if report.target_name else "the tensor"
     made = kind_of(node)
-    shown = report.target if report.target is not None else node
-    showed = kind_of(shown)
-    where = ", ".join(part for part in (node.module_path, short(node.location)) if part) or "an unknown line"
-    phase = f"  [{node.phase}]"
+    showed = kind_of(report.target if report.target is not None else node)
+    module = node.module_path if node.module_path in details else ""
+    where = ", ".join(part for part in (module, short(node.location)) if part) or "an unknown line"
+    end = f"at {where}  [{node.phase}]"
     if node.origin == "outside":
-        source = f"came in with {_leaf(node)}, which held {made}"
-        return f"{showed} in {target} {source}; first computed with at {where}{phase}"
+        return f"{showed} in {target} came in with {_leaf(node)}, first used {end}"
     if node.origin == "uninitialised":
-        return f"{showed} in {target} was read from uninitialised memory of {node.op_name} at {where}{phase}"
+        return f"{showed} in {target} was read from uninitialised {node.op_name}, first used {end}"
     if node.origin == "constant":
-        return f"{showed} in {target} was written on purpose by {node.op_name} at {where}{phase}"
+        return f"{showed} in {target} was written on purpose by {node.op_name} {end}"
     born = "was born" if made == showed else f"began as {made}"
-    note = _forward_note(node) or _operands(node)
-    return f"{showed} in {target} {born} in {node.op_name}{note} at {where}{phase}"
-
-
-def _verdict(report: DiagnosisReport, node: OpNode) -> list[str]:
-    return textwrap.wrap(verdict(report, node), WIDTH, subsequent_indent="    ", break_long_words=False)
+    note = "".join(detail for detail in details if detail != module)
+    return f"{showed} in {target} {born} in {node.op_name}{note} {end}"
 
 
 def _leaf(node: OpNode) -> str:
-    return f"the {node.name}" if node.name else "an input tensor"
+    return node.name or "an input tensor"
 
 
 def _forward_note(node: OpNode) -> str:
@@ -84,14 +99,14 @@ def _operands(node: OpNode) -> str:
 
 
 def _culprit(report: DiagnosisReport, node: OpNode) -> list[str]:
-    lines = [*_verdict(report, node), *_source_line(node), ""]
+    lines = [*verdict(report, node), *_source_line(node), ""]
     if node.evidence is not None:
         lines += [*_evidence(node.evidence), ""]
     return lines + _reasons(report, node)
 
 
 def _short(report: DiagnosisReport, node: OpNode) -> list[str]:
-    return [*_verdict(report, node), *_source_line(node), *_reasons(report, node)]
+    return [*verdict(report, node), *_source_line(node), *_reasons(report, node)]
 
 
 def _source_line(node: OpNode) -> list[str]:
