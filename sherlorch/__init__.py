@@ -2,6 +2,7 @@
 
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, SherlorchError, UntracedTensorError
 from sherlorch.graph import OpNode
+from sherlorch.guard import Guard
 from sherlorch.reports.report import DiagnosisReport
 from sherlorch.tracker import ProvenanceTracker, trace
 
@@ -9,6 +10,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DiagnosisReport",
+    "Guard",
     "NonFiniteError",
     "NonFiniteWarning",
     "OpNode",

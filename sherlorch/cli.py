@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from sherlorch import demo
+from sherlorch import demo, replay
+from sherlorch.errors import SherlorchError
 
 CLEAN = 0
 CULPRIT_FOUND = 1
@@ -37,9 +39,26 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="train a small transformer with a planted bug, and find the bug"
     )
     command.set_defaults(run=_demo)
+
+    command = commands.add_parser(
+        "replay", help="run one faulty operation from a file again, in its own dtype and in float64"
+    )
+    command.add_argument("file", help="what `report.save_repro` or a Guard's `save_dir` wrote")
+    command.add_argument("--device", default="cpu", help="where to run it (default: cpu)")
+    command.set_defaults(run=_replay)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     demo.run()
     return CLEAN
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    try:
+        text, came_back = replay.describe(replay.load(arguments.file), arguments.device)
+    except SherlorchError as error:
+        print(f"sherlorch replay: {error}", file=sys.stderr)
+        return USAGE
+    print(text)
+    return CULPRIT_FOUND if came_back else CLEAN

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from sherlorch.diagnosis import Diagnosis, Sighting
+from sherlorch.errors import SherlorchError
 from sherlorch.explain import Explanation, Fault, explain
 from sherlorch.graph import OpNode, Record, forward_of, location_of, origin_of
 from sherlorch.health import NAN
 from sherlorch.ops import traits
+from sherlorch.replay import Repro, save
 from sherlorch.source import short, text_of
 
 
@@ -55,6 +58,8 @@ class DiagnosisReport:
     target_name: str = ""
     causes: dict[int, list[OpNode]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    repro: Repro | None = field(default=None, repr=False)  # the first culprit's call; only a `Guard` has it
+    repro_problem: str = ""  # why a `Guard` could not take it
 
     @property
     def ok(self) -> bool:
@@ -94,6 +99,18 @@ class DiagnosisReport:
         from sherlorch.reports.json import render
 
         return render(self, **options)
+
+    def save_repro(self, path: str | os.PathLike[str], *, small: bool = False) -> None:
+        """Write the first culprit's call to a file for ``sherlorch replay``; `small`: only the bad rows.
+
+        Raises `SherlorchError` where nobody kept its arguments: a trace keeps no tensors, a `Guard` does.
+        """
+        if self.repro is None:
+            problem = self.repro_problem or "a trace keeps no tensors, so the culprit's arguments are gone"
+            raise SherlorchError(
+                f"no repro to save: {problem}; the report of a `sherlorch.Guard(model, optimizer)` has them"
+            )
+        save(self.repro, path, small=small)
 
     def __str__(self) -> str:
         from sherlorch.reports.text import render
