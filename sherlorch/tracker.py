@@ -92,7 +92,6 @@ class ProvenanceTracker:
             defer=_defer,
             leaf_name=self._name_leaf,
             by_object=level == "function",
-            is_gradient=lambda tensor: _gradient_owner(tensor) is not None,
             on_fault=None if on_nonfinite == "record" else self._fault,
         )
         self._mode = self._make_mode()

@@ -30,6 +30,7 @@ MOVES = frozenset(
         "copy_", "_to_copy", "to", "clone", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy",
         "contiguous", "_copy_from",
         "float", "half", "double", "bfloat16", "cpu", "cuda", "type", "type_as", "requires_grad_",
+        "long", "int", "short", "char", "byte",
         "pin_memory", "copy", "_foreach_copy_",
         "set_", "set_data", "data", "real", "imag", "view", "view_as", "reshape", "isnan", "isinf",
         "isfinite", "isposinf", "isneginf",

@@ -176,10 +176,13 @@ def _made_by(record: Record) -> Record:
     return record
 
 
+_FAR = 200  # steps of a path beyond which nothing explains the culprit
+
+
 def _until_nan(path: Sequence[Record]) -> list[Record]:
     """What happened to the culprit's value: up to the op that made NaN of an Inf."""
     steps = []
-    for record in path[1:]:
+    for record in path[1:_FAR]:
         steps.append(record)
         if record.bits & NAN and not path[0].bits & NAN:
             break

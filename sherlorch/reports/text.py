@@ -19,6 +19,7 @@ from sherlorch.source import short, text_of
 WIDTH = 100
 _MOST_ROWS = 6
 _MOST_STEPS = 12
+_MOST_NODES = 100
 _MOST_CULPRITS = 5
 
 
@@ -173,18 +174,29 @@ def _number(value: object) -> str:
 
 
 def _path(path: Sequence[OpNode], target_name: str) -> str:
+    if not path:
+        return ""
     steps: list[str] = []
-    for is_view, run in groupby(path[1:], key=lambda node: node._record.facts.moves):
-        nodes = list(run)
-        if is_view:
-            steps.append(f"({len(nodes)} views)" if len(nodes) > 1 else "(view)")
-        else:
-            steps += [_step(node) for node in nodes]
-    steps = [step for step, _ in groupby([_step(path[0]), *steps])] if path else []
+    hidden = max(0, len(path) - 2 * _MOST_NODES)
+    near, far = (path[:_MOST_NODES], path[-_MOST_NODES:]) if hidden else (path, ())
+    steps = [*_steps(near), *([f"({hidden} more)"] if hidden else []), *_steps(far)]
     if len(steps) > _MOST_STEPS:
-        middle = len(steps) - _MOST_STEPS
-        steps = [*steps[: _MOST_STEPS // 2], f"({middle} more)", *steps[-_MOST_STEPS // 2 :]]
+        half = _MOST_STEPS // 2
+        middle = len(steps) - _MOST_STEPS + hidden
+        steps = [*steps[:half], f"({middle} more)", *steps[-half:]]
     return " -> ".join([*steps, target_name or "the tensor"])
+
+
+def _steps(nodes: Sequence[OpNode]) -> list[str]:
+    """Names of a stretch of the path, runs of views and of kernels of one autograd node folded."""
+    steps: list[str] = []
+    for is_view, run in groupby(nodes, key=lambda node: node._record.facts.moves and not node.name):
+        folded = list(run)
+        if is_view:
+            steps.append(f"({len(folded)} views)" if len(folded) > 1 else "(view)")
+        else:
+            steps += [_step(node) for node in folded]
+    return [step for step, _ in groupby(steps)]
 
 
 def _step(node: OpNode) -> str:

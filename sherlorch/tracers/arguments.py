@@ -61,13 +61,13 @@ def numbers_in(value: Any) -> Iterator[Any]:
 
 
 def share_memory(target: Tensor, others: Any) -> bool:
-    """Does any other tensor lie on the storage of `target`?"""
+    """Does any of the other arguments lie on the storage of `target`?"""
     held = anchor(target)
     if held is None:
         return False
     key = held.untyped_storage()._cdata
     for tensor in tensors_in(others):
-        other = anchor(tensor) if tensor is not target else None
+        other = anchor(tensor)
         if other is not None and other.untyped_storage()._cdata == key:
             return True
     return False

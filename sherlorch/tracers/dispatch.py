@@ -68,8 +68,8 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         try:
             self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
-        except NonFiniteError:
-            raise
+        except NonFiniteError as error:
+            raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
         except Exception as problem:
             self.recorder.miss(plan, problem)
         return out

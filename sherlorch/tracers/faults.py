@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sherlorch import health
@@ -21,6 +22,7 @@ from sherlorch.tracers.plan import Plan
 from sherlorch.tracers.repair import newly_bad
 
 _MOST_RERUNS = 2000
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 class Examiner:
@@ -45,6 +47,8 @@ class Examiner:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
         elif inputs & NAN or not state & NAN:  # propagated
             born = self._newly_bad(plan, args, kwargs, out, old)
+            if born and _meant(plan, args, kwargs, born):
+                born = 0
             if not born and not (plan.combines and self._reruns < _MOST_RERUNS):
                 return state, None  # a reduction may be where a constant does its damage
             return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
@@ -77,6 +81,11 @@ def mark_consumed(parents: Iterable[Record]) -> None:
             parent.bits |= CONSUMED
 
 
+def loses_infinity(plan: OpFacts, bits: int, dtype: torch.dtype) -> bool:
+    """Was an infinity cast to integers? A NaN there is a fault all the same."""
+    return plan.moves and not bits & NAN and dtype in _INTEGERS
+
+
 def place_leaves(parents: Sequence[Record], user: Record) -> None:
     """`user` computes with its parents: a bad leaf among them now has its line."""
     for parent in parents:
@@ -97,6 +106,8 @@ def place_leaves(parents: Sequence[Record], user: Record) -> None:
 
 def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
     """The non-finite values that the program itself named as arguments, if they are what the result holds."""
+    if plan.combines:
+        return []  # an infinite order of a norm is no value
     named = [value for value in numbers_in((args, kwargs)) if value - value != 0]
     return named if not state & NAN or any(value != value for value in named) else []
 

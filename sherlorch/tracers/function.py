@@ -17,6 +17,8 @@ from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
 from sherlorch.tracers.recorder import Recorder
 
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_set_grad_enabled = torch._C._set_grad_enabled
 _NOTHING: dict[str, Any] = {}
 _PLANS: dict[bool, dict[Any, Plan]] = {True: {}, False: {}}
 
@@ -51,14 +53,16 @@ class FunctionTracer(TorchFunctionMode):
         if plan.writes or (kwargs and "out" in kwargs):
             return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
         out = func(*args, **kwargs) if kwargs else func(*args)
+        if plan.is_gradient and out is not None:
+            self.recorder.note_gradient(out)
         kind = kinds.get(type(out))
         if kind is None:
             kind = kind_of(type(out))
         if kind != SCALAR and not plan.ignored:
             try:
                 self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
-            except NonFiniteError:
-                raise
+            except NonFiniteError as error:
+                raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
             except Exception as problem:
                 self.recorder.miss(plan, problem)
         return out
@@ -69,9 +73,12 @@ never_compile(FunctionTracer.__torch_function__.__code__)
 
 def _scan(tensor: Tensor) -> int:
     """`health.scan` without autograd's notice and out of sight of other modes."""
-    if torch._C._len_torch_dispatch_stack():
+    if _len_torch_dispatch_stack():
         return health.scan_unseen(tensor)
-    if tensor.requires_grad:
-        with torch._C._AutoDispatchBelowAutograd():
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _set_grad_enabled(False)  # as torch.no_grad(), which costs a microsecond
+        try:
             return health.scan(tensor)
+        finally:
+            _set_grad_enabled(True)
     return health.scan(tensor)

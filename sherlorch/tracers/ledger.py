@@ -3,6 +3,7 @@ state is known."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
+_GRADIENTS_KEPT = 10_000
 _PENDING_LIMIT = 4096
 _KEPT_FOR_EACH_SITE = 64
 _MOST_CONDENSED_PARENTS = 8
@@ -66,7 +68,6 @@ class Ledger:
         leaf_name: Callable[[Tensor], str] = lambda tensor: "",
         on_fault: Callable[[Record], None] | None = None,
         by_object: bool = False,
-        is_gradient: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         self.capture_stack = capture_stack
         self.floating = health.FLOATING if check_dtypes is None else frozenset(check_dtypes)
@@ -75,7 +76,6 @@ class Ledger:
         self.leaf_name = leaf_name
         self.on_fault = on_fault
         self.by_object = by_object
-        self.is_gradient = is_gradient
         self.has_names = False  # are there watched modules to ask?
         self.scan = health.scan
         self.forward_scope = self.scope = Scope(FORWARD)
@@ -100,8 +100,13 @@ class Ledger:
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.sequence = get_sequence_nr()
         self.links: list[Record | None] = []
+        self.written_view: Record | None = None  # autograd was about to make further nodes for it
         self.links_start = self.sequence
+        self.links_step = self.sequence  # where the newest step of the program began
+        self.links_longest = 0
+        self.was_backward = False
         self.pending: list[tuple[Record, Any, bool]] = []
+        self.gradients: dict[int, weakref.ref[Tensor]] = {}
         self.last_backward: tuple[Plan, Record, Site] | None = None
 
     def node_of(self, tensor: Tensor) -> Record:
@@ -173,7 +178,7 @@ class Ledger:
 
     def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra) -> Record | None:
         """At function level a bad gradient comes out of the `backward` call, which is one node there."""
-        if self.last_backward is None or not self.is_gradient(tensor):
+        if self.last_backward is None or not self._is_gradient(tensor):
             return None
         plan, loss, site = self.last_backward
         self.seq += 1
@@ -185,6 +190,16 @@ class Ledger:
         self.records.append(record)
         self.faults.append(record)
         return record
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Function level: the program read this tensor as a ``grad``."""
+        if len(self.gradients) >= _GRADIENTS_KEPT:
+            self.gradients = {number: ref for number, ref in self.gradients.items() if ref() is not None}
+        self.gradients[id(gradient)] = weakref.ref(gradient)
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        reference = self.gradients.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def _name_lifted(self, leaf: Record, code: Any, instruction: int) -> None:
         """A leaf of data in the program: it has the line that made it for a name; a lone number is a

@@ -30,6 +30,7 @@ class Plan(OpFacts):
         "has_schema",
         "ignored",
         "in_place",
+        "is_gradient",
         "keeps_old",
         "law",
         "lifts",
@@ -64,6 +65,7 @@ class Plan(OpFacts):
         self.unmarked = base in traits.UNMARKED_WRITES
         self.overwrites = base in traits.OVERWRITES
         self.by_element = False  # element i of a list result depends on element i of the lists only
+        self.is_gradient = False  # the getter of ``grad``
         self.in_place = False  # writes its first argument, one tensor, and nothing else
         self.keeps_old = False
         self.lifts = False  # makes a tensor of data that the program holds
@@ -166,6 +168,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.bounded = law is Law.BOUNDED
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and plan.root in _SELECTING_VIEWS)
     plan.ignored = name in _NO_VALUES
+    plan.is_gradient = name == "grad"
     plan.by_element = name.startswith("_foreach_")
     plan.unmarked = name in _FUNCTION_STATS
     in_place = name.endswith("_") and not name.endswith("__")

@@ -37,13 +37,16 @@ from sherlorch.graph import (
 from sherlorch.health import NONFINITE
 from sherlorch.source import ENGINE, INTERNAL, USER
 from sherlorch.tracers.arguments import PLAIN, SCALAR, TENSOR, kinds, share_memory, tensors_in, version_of
-from sherlorch.tracers.faults import leaf_evidence, mark_consumed
+from sherlorch.tracers.faults import leaf_evidence, loses_infinity, mark_consumed
 from sherlorch.tracers.ledger import CPU, Ledger, Site, get_sequence_nr
 from sherlorch.tracers.memory import Entry, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
 
-_LINKS_KEPT = 200_000
+_LINKS_KEPT = 1_000_000
+_LINKS_STEPS = 4
+_LINKS_FEW = 1000
+_NODES_AFTER_A_WRITTEN_VIEW = 2
 _NOTHING: dict[str, Any] = {}
 _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -250,7 +253,7 @@ class Recorder(Ledger):
                 if not self.memory.adopt(entry, out, record, source) and state & NONFINITE:
                     record.bits |= CONSUMED  # stands for a tensor that is known by an older node
                     bits = 0
-        if bits & NONFINITE and dtype in self.floating:
+        if bits & NONFINITE and (dtype in self.floating or loses_infinity(plan, bits, dtype)):
             mark_consumed(parents)
         if state & (NONFINITE | PENDING):
             self.settle(plan, out, record, parents)
@@ -312,11 +315,13 @@ class Recorder(Ledger):
         if record is not None:
             self.tie_made(record)
 
-    def _look_again(self, parents: tuple[Record, ...], values: Any) -> tuple[tuple[Record, ...], int]:
+    def _look_again(
+        self, parents: tuple[Record, ...], values: Any, written: Tensor | None = None
+    ) -> tuple[tuple[Record, ...], int]:
         """Before an op is blamed: are its inputs still what they were?
 
         NumPy, C++ or another thread may have written them.
-        An input that went bad unseen is a leaf from here on.
+        An input that went bad unseen is a leaf from here on, unless the op has `written` it itself.
         """
         changed: dict[int, Record] = {}
         for tensor in tensors_in(values):
@@ -325,6 +330,8 @@ class Recorder(Ledger):
             held = anchor(tensor)
             known = self.find(tensor)
             if held is None or known is None or known.bits & NONFINITE or not self.scan(held):
+                continue
+            if written is not None and share_memory(written, held):
                 continue
             leaf = self._leaf(held)
             if leaf.extra is not None and not leaf.extra.name:
@@ -339,18 +346,36 @@ class Recorder(Ledger):
             bits |= parent.bits
         return parents, bits
 
-    def tie(self, record: Record | None, sequence: int) -> None:
-        """Give the autograd nodes made since the last call to this record: it is their forward op."""
+    def tie(self, record: Record | None, sequence: int) -> int:
+        """Give the autograd nodes made since the last call to this record, their forward op; how many it
+        got."""
         made = sequence - self.sequence
         self.sequence = sequence
+        if self.by_object:
+            return 0  # kernels of the backward pass are not seen at function level
         if made < 0 or made > _LINKS_KEPT:  # another thread's numbers, or a long stretch without recording
             self.links.clear()
             self.links_start = sequence
-            return
+            return 0
+        if self.written_view is not None:
+            late = min(made, _NODES_AFTER_A_WRITTEN_VIEW)
+            self.links.extend([self.written_view] * late)
+            self.written_view = None
+            made -= late
         self.links.extend([record] * made)
-        if not self.keep_all and len(self.links) > _LINKS_KEPT:
-            del self.links[: _LINKS_KEPT // 2]
-            self.links_start += _LINKS_KEPT // 2
+        if self.was_backward and not self.keep_all:
+            self._drop_links(sequence)
+        return made
+
+    def _drop_links(self, sequence: int) -> None:
+        """A step of the program has ended: of those before keep as many as the four longest could need."""
+        self.was_backward = False
+        self.links_longest = max(self.links_longest, sequence - self.links_step)
+        self.links_step = sequence
+        excess = len(self.links) - max(_LINKS_STEPS * self.links_longest, _LINKS_FEW)
+        if excess > 0:
+            del self.links[:excess]
+            self.links_start += excess
 
     def tie_made(self, record: Record) -> None:
         """`tie` if any autograd node was made since the last call."""
@@ -358,11 +383,43 @@ class Recorder(Ledger):
         if sequence != self.sequence:
             self.tie(record, sequence)
 
+    def _tie_write(self, record: Record, target: Tensor) -> None:
+        """`tie_made` for an in-place op.
+
+        Autograd may have made its node before, and then copied the old value for it: the node is not the
+        copy's. A write to a view ends in more nodes, made when the call is over: CopySlices and the view's
+        own.
+        """
+        sequence = get_sequence_nr()
+        if sequence != self.sequence:
+            made = self.tie(record, sequence)
+        else:
+            last = self.links[-1] if self.links else None
+            made = self._take_from(last, record) if last is not None and last.seq == record.seq - 1 else 0
+        if made and target._is_view():
+            self.written_view = record
+
+    def _take_from(self, copy: Record, record: Record) -> int:
+        """Give the nodes of a copy that autograd made for an in-place op to that op."""
+        if (
+            copy.facts.base != "clone"
+            or copy.code is not record.code
+            or copy.instruction != record.instruction
+            or copy.parents[:1] != record.parents[:1]
+        ):
+            return 0
+        links, made = self.links, 0
+        while made < len(links) and links[-1 - made] is copy:
+            made += 1
+            links[-made] = record
+        return made
+
     def where(self, frame: Any) -> tuple[Any, int, Scope, Record | None, Any]:
         """Of a call made by `frame`: code and instruction of the user's line, scope, forward record,
         autograd node."""
         current = _current_autograd_node()
         if current is not None:
+            self.was_backward = True
             number = current._sequence_nr() - self.links_start
             link = self.links[number] if 0 <= number < len(self.links) else None
             if frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE:
@@ -456,7 +513,7 @@ class Recorder(Ledger):
                 record = self.add_write(
                     plan, args, kwargs, target, tuple(parents), bits, *self.where(frame), 0, old
                 )
-                self.tie_made(record)
+                self._tie_write(record, target)
         except NonFiniteError:
             raise
         except Exception as reason:
@@ -505,7 +562,7 @@ class Recorder(Ledger):
         extra = None
         if state & NONFINITE:
             if not bits & NONFINITE and parents and call == 0:
-                parents, bits = self._look_again(parents, (args[1:], kwargs))
+                parents, bits = self._look_again(parents, (args[1:], kwargs), target)
             state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
             if plan.base == _UNSCALE:
                 state |= CONSUMED  # GradScaler has noticed and will skip the step

@@ -52,7 +52,7 @@ class Writing:
                     if isinstance(item, Tensor):
                         yield item, index if plan.by_element else -1, reads
             elif isinstance(value, Tensor):
-                yield value, -1, reads or self._overlaps(value)
+                yield value, -1, reads or self._overlaps(value, position, name)
 
     def _find_candidates(self) -> Iterator[tuple[Tensor, int, bool]]:
         """At function level there is no schema: what was written shows in the tensors' version counters."""
@@ -64,7 +64,7 @@ class Writing:
             for index, tensor in enumerate(tensors_in(value)):
                 self.versions.append(-2 if name == "out" or self._is_statistic(name) else version_of(tensor))
                 reads = name != "out" and not (plan.overwrites and name == 0)
-                yield tensor, index if in_list else -1, reads or self._overlaps(tensor)
+                yield tensor, index if in_list else -1, reads or self._overlaps(tensor, name, name)
 
     def _is_statistic(self, name: Any) -> bool:
         # torch.nn.functional.batch_norm has them second and third, torch.batch_norm fourth and fifth.
@@ -88,9 +88,11 @@ class Writing:
         named = self.plan.name_arguments(self.args, self.kwargs)
         return bool(named.get("training", True))
 
-    def _overlaps(self, target: Tensor) -> bool:
-        """Does a full overwrite read memory that it writes?"""
-        return share_memory(target, (self.args, self.kwargs))
+    def _overlaps(self, target: Tensor, position: Any, name: Any) -> bool:
+        """Does a full overwrite of the argument there read memory that it writes?"""
+        args = [value for place, value in enumerate(self.args) if place != position]
+        kwargs = {key: value for key, value in self.kwargs.items() if key != name}
+        return share_memory(target, (args, kwargs))
 
     def _nodes(self, value: Any, written: set[int]) -> list[Record | None]:
         node_of = self.recorder.node_of
