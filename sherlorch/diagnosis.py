@@ -110,10 +110,12 @@ def _where_it_does_damage(path: Sequence[Record]) -> Record | None:
     """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it
     out, else itself.
 
-    None where something else brought the NaN.
+    None where something else brought the NaN. A NaN that the program wrote does its damage where it is written.
     """
+    if path[0].bits & NAN:
+        return path[0]
     for record in path[1:]:
-        if record.bits & NAN and not path[0].bits & NAN:
+        if record.bits & NAN:
             return record if origin_of(record) == "converted" else None
     return next((record for record in path[1:] if record.facts.combines), path[0])
 

@@ -128,13 +128,18 @@ class Extra:
     __slots__ = ("born", "evidence", "mask", "name", "negative", "range")
 
     def __init__(
-        self, name: str = "", evidence: Evidence | None = None, born: int = 0, negative: bool = False
+        self,
+        name: str = "",
+        evidence: Evidence | None = None,
+        born: int = 0,
+        negative: bool = False,
+        mask: bool = False,
     ) -> None:
         self.name = name  # "parameter model.head.weight"
         self.evidence = evidence
         self.born = born  # state flags of elements that went bad here although their own inputs were good
         self.negative = negative  # a constant: the program named only negative infinities
-        self.mask = False  # a leaf that holds -Inf beside zeros only, as an additive attention mask does
+        self.mask = mask  # a leaf that holds -Inf beside zeros only, as an additive attention mask does
         self.range: tuple[float, float] | None = None  # min and max where the state was read late
 
 

@@ -69,7 +69,7 @@ def _claim(report: DiagnosisReport, node: OpNode, details: Sequence[str]) -> str
     if node.origin == "uninitialised":
         return f"{showed} in {target} was read from uninitialised {node.op_name}, first used {end}"
     if node.origin == "constant":
-        return f"{showed} in {target} was written on purpose by {node.op_name} {end}"
+        return f"{showed} in {target} was written on purpose by {node.name or node.op_name} {end}"
     born = "was born" if made == showed else f"began as {made}"
     note = "".join(detail for detail in details if detail != module)
     return f"{showed} in {target} {born} in {node.op_name}{note} {end}"

@@ -168,12 +168,7 @@ class Ledger:
         record = Record(
             seq, seq, _LEAF, tensor.shape, dtype, device, state | LEAF, (), None, 0, scope, None, None, extra
         )
-        if self.keep_all or state & (NONFINITE | PENDING):
-            self.records.append(record)
-        if state & NONFINITE:
-            self.faults.append(record)
-        elif state & PENDING:
-            self._wait(record, tensor, False)
+        self._add(record, tensor)
         return record
 
     def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra) -> Record | None:
@@ -187,8 +182,7 @@ class Ledger:
             state | GRADIENT, (loss,),
             site.code, site.instruction, self._backward, None, None, extra,
         )  # fmt: skip
-        self.records.append(record)
-        self.faults.append(record)
+        self._add(record, tensor)
         return record
 
     def note_gradient(self, gradient: Tensor) -> None:
@@ -206,11 +200,12 @@ class Ledger:
         constant."""
         if not leaf.bits & NONFINITE or leaf.extra is None:
             return
-        leaf.extra.name = "tensor made" + (
-            f" at {short(source.location_of(code, instruction))}" if code is not None else ""
-        )
         if not leaf.shape:
             leaf.bits |= CONSTANT
+            leaf.extra.name = "a number of the program"
+            leaf.code, leaf.instruction = code, instruction
+        elif code is not None:
+            leaf.extra.name = f"tensor made at {short(source.location_of(code, instruction))}"
 
     def _merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
         mark_consumed(parts)
@@ -228,13 +223,17 @@ class Ledger:
             if keep else (), first.code,
             first.instruction, first.scope, first.link, first.autograd, None,
         )  # fmt: skip
-        if keep:
-            self.records.append(record)
-        if state & NONFINITE:
-            self.faults.append(record)
-        elif state & PENDING:
-            self._wait(record, tensor, False)
+        self._add(record, tensor)
         return record
+
+    def _add(self, record: Record, tensor: Tensor) -> None:
+        """A record that no call made: a leaf, or memory read through another view."""
+        if self.keep_all:
+            self.records.append(record)
+        if record.bits & PENDING:
+            self._wait(record, tensor, False)
+        elif record.bits & NONFINITE:
+            self._archive(record)
 
     def settle(self, plan: Plan, held: Tensor | None, record: Record, parents: Sequence[Record]) -> None:
         """A record that is not finite, or not yet known to be."""
@@ -243,19 +242,20 @@ class Ledger:
             return
         if not plan.moves:
             place_leaves(parents, record)
-        if self.keep_all or self._is_worth_keeping(record):
-            self.faults.append(record)
-        else:
-            self.records.pop()
-            _condense(record)
+        self._archive(record)
         if self.on_fault is not None:
             self.on_fault(record)
 
-    def _is_worth_keeping(self, record: Record) -> bool:
-        """With ``keep="nonfinite"`` only the first faults of each line and op are kept for good."""
-        site = (record.facts.name, id(record.code), record.instruction, id(record.autograd))
-        count = self._sites[site] = self._sites.get(site, 0) + 1
-        return count <= _KEPT_FOR_EACH_SITE
+    def _archive(self, record: Record) -> None:
+        """Keep a non-finite record for good; in bounded memory only the first ones of each line and op."""
+        if not self.keep_all:
+            site = (record.facts.name, id(record.code), record.instruction, id(record.autograd))
+            count = self._sites[site] = self._sites.get(site, 0) + 1
+            if count > _KEPT_FOR_EACH_SITE:
+                _condense(record)
+                return
+            self.records.append(record)
+        self.faults.append(record)
 
     def miss(self, plan: OpFacts, problem: BaseException, what: str = "") -> None:
         """Count what could not be recorded; the report tells."""
@@ -288,23 +288,13 @@ class Ledger:
                     record.extra.range = (low, high)
             record.bits = record.bits & ~PENDING | state
             if state & NONFINITE:
-                self.faults.append(record)
                 if record.parents and not record.facts.moves:
                     place_leaves(record.parents, record)
+                self._archive(record)
                 if self.on_fault is not None and not record.bits & LEAF:
                     self.on_fault(record)
             elif not self.keep_all:
                 record.parents = ()
-        if not self.keep_all:
-            self.records = [record for record in self.records if record.bits & (NONFINITE | PENDING)]
-
-    def state_of(self, held: Tensor | None) -> int:
-        """State of memory that was just written."""
-        if held is None or held.dtype not in self.floating:
-            return 0
-        if held.is_cpu and not self.defer:
-            return self.scan(held)
-        return PENDING
 
 
 def _condense(record: Record) -> None:

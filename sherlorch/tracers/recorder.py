@@ -224,7 +224,7 @@ class Recorder(Ledger):
             autograd,
             extra,
         )
-        if keep:
+        if self.keep_all:
             self.records.append(record)
         if state & NONFINITE:
             if plan.lifts and not parents:
@@ -286,7 +286,7 @@ class Recorder(Ledger):
             parents if keep else (),
             site.code, site.instruction, site.scope, site.link, site.autograd, extra,
         )  # fmt: skip
-        if keep:
+        if self.keep_all:
             self.records.append(record)
         if held is None:
             self.loose[id(out)] = (WeakIdRef(out), record)
@@ -584,7 +584,7 @@ class Recorder(Ledger):
             autograd,
             extra,
         )
-        if keep:
+        if self.keep_all:
             self.records.append(record)
         if held is None:
             self.loose[id(target)] = (WeakIdRef(target), record)
