@@ -110,7 +110,7 @@ def _where_it_does_damage(path: Sequence[Record]) -> Record | None:
     """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it
     out, else itself.
 
-    None where something else brought the NaN. A NaN that the program wrote does its damage where it is written.
+    None where something else brought the NaN. A NaN of the program does its damage where it is written.
     """
     if path[0].bits & NAN:
         return path[0]

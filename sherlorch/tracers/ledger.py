@@ -296,6 +296,12 @@ class Ledger:
             elif not self.keep_all:
                 record.parents = ()
 
+    def state_of(self, held: Tensor | None) -> int:
+        """State of memory that was just written."""
+        if held is None or held.dtype not in self.floating:
+            return 0
+        return self.scan(held) if held.is_cpu and not self.defer else PENDING
+
 
 def _condense(record: Record) -> None:
     """Let a record refer to what its condensed parents refer to, so that a poisoned run does not grow a
