@@ -11,6 +11,7 @@ from sherlorch.health import NAN, NONFINITE
 from sherlorch.source import short
 
 _MOST_SUSPECTS = 100
+_SKIPS_THE_STEP = "_amp_foreach_non_finite_check_and_unscale_"
 _BLAMED = ("introduced", "outside", "uninitialised")
 
 
@@ -192,14 +193,16 @@ def _after(records: Sequence[Record], seq: int) -> Iterable[Record]:
     return (records[i] for i in range(low, len(records)))
 
 
-def earliest(faults: Iterable[Record], backward_seen: bool = True) -> Record | None:
+def earliest(
+    faults: Iterable[Record], backward_seen: bool = True, state: Iterable[Record] = ()
+) -> Record | None:
     """The first record at which something went wrong that was not absorbed later on; None where all is well.
 
-    Where the backward pass was not seen, an absorbed fault that autograd differentiates through is suspect
-    too.
+    Nothing absorbs what stays in the program's `state`, its parameters and buffers. Where the backward pass
+    was not seen, an absorbed fault that autograd differentiates through is suspect too.
     """
     ordered = sorted(faults, key=lambda record: record.seq)
-    lasting: set[Record] = set()
+    lasting = {record for record in state if _stays_bad(record)}
     for record in reversed(ordered):
         if not record.bits & CONSUMED or record in lasting:
             lasting.add(record)
@@ -212,6 +215,10 @@ def earliest(faults: Iterable[Record], backward_seen: bool = True) -> Record | N
         return None
     suspects = [record for record in ordered if record.bits & GRAPH][:_MOST_SUSPECTS]
     return next((record for record in suspects if any(map(_went_wrong, diagnose(record).culprits))), None)
+
+
+def _stays_bad(record: Record) -> bool:
+    return bool(record.bits & NONFINITE) and not record.bits & LEAF and record.facts.base != _SKIPS_THE_STEP
 
 
 def _went_wrong(record: Record) -> bool:

@@ -292,10 +292,14 @@ class ProvenanceTracker:
                 f"the tensor holds {_words(now)} now but held {_words(record.state)} when it was last seen: "
                 "something wrote it where the tracer did not look",
             )
+            if not record.state:
+                record = self._recorder.written_unseen(_inner(tensor))
+                self._recorder.resolve()
         return self._report(diagnose(record), name, notes)
 
     def _diagnose_earliest(self) -> DiagnosisReport:
-        fault = earliest(self._recorder.faults, backward_seen=self.level == "aten")
+        recorder = self._recorder
+        fault = earliest(recorder.faults, self.level == "aten", recorder.memory.lasting())
         if fault is not None:
             return self._report(diagnose(fault), "")
         records = self._recorder.records

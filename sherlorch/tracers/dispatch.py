@@ -65,6 +65,8 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
         out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         if type(out) in _NUMBERS:
+            if plan.base == "_local_scalar_dense" and out - out != 0:
+                self.recorder.note_number(args[0])
             return out
         try:
             self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)

@@ -112,6 +112,15 @@ def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
     return named if not state & NAN or any(value != value for value in named) else []
 
 
+def takes_bad_number(plan: OpFacts, values: Any) -> bool:
+    """May a bad number among the arguments have come out of a tensor?
+
+    An infinity that fills is the program's own.
+    """
+    named = [value for value in numbers_in(values) if value - value != 0]
+    return any(value != value for value in named) or bool(named and not plan.constant and not plan.combines)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Computing something again must not warn the user again."""

@@ -65,6 +65,8 @@ class FunctionTracer(TorchFunctionMode):
                 raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
             except Exception as problem:
                 self.recorder.miss(plan, problem)
+        elif type(out) is float and out - out != 0 and args and isinstance(args[0], Tensor):
+            self.recorder.note_number(args[0])
         return out
 
 

@@ -28,7 +28,7 @@ from sherlorch.graph import (
     Record,
     Scope,
 )  # fmt: skip
-from sherlorch.health import NONFINITE
+from sherlorch.health import NAN, NONFINITE
 from sherlorch.source import short
 from sherlorch.tracers.faults import Examiner, is_mask, leaf_evidence, mark_consumed, place_leaves
 from sherlorch.tracers.memory import Memory, anchor
@@ -98,6 +98,7 @@ class Ledger:
         self.memory = Memory(self._leaf, self._merged, self.by_object)
         self.table = self.memory.table
         self.loose: dict[int, tuple[Any, Record]] = {}
+        self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
         self.sequence = get_sequence_nr()
         self.links: list[Record | None] = []
         self.written_view: Record | None = None  # autograd was about to make further nodes for it
@@ -146,6 +147,19 @@ class Ledger:
             return self.memory.find(held)
         found = self.loose.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
+
+    def written_unseen(self, tensor: Tensor) -> Record:
+        """The leaf that a known tensor is from now on: NumPy, C++ or another thread has made it bad."""
+        with health.unseen():
+            held = anchor(tensor)
+            leaf = self._leaf(tensor if held is None else held)
+            if leaf.extra is not None and not leaf.extra.name:
+                leaf.extra.name = "tensor that was written where the tracer did not look"
+            if held is None:
+                self.loose[id(tensor)] = (WeakIdRef(tensor), leaf)
+            else:
+                self.memory.write(held, leaf)
+        return leaf
 
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
@@ -200,7 +214,10 @@ class Ledger:
         constant."""
         if not leaf.bits & NONFINITE or leaf.extra is None:
             return
-        if not leaf.shape:
+        if leaf.bits & NAN and self.bad_number is not None:
+            leaf.parents = (self.bad_number,)
+            leaf.bits &= ~LEAF
+        elif not leaf.shape:
             leaf.bits |= CONSTANT
             leaf.extra.name = "a number of the program"
             leaf.code, leaf.instruction = code, instruction

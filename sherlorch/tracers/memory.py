@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
-from sherlorch.graph import Record
+from sherlorch.graph import ALIAS, Record
 from sherlorch.health import NONFINITE, unseen
 
 Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
@@ -36,6 +36,12 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     node: Record | None
     views: dict[Geometry, Record] | None
     more: More | None
+
+
+class EarlierEntry(Entry):
+    """A storage that the program had before a call was seen to make it: a parameter, a buffer, a batch."""
+
+    __slots__ = ()
 
 
 class More:
@@ -110,10 +116,10 @@ class Memory:
         entry = self.table.get(tensor.untyped_storage()._cdata)
         return self.read(entry, tensor) if entry is not None else None
 
-    def start(self, tensor: Tensor, record: Record) -> Entry:
+    def start(self, tensor: Tensor, record: Record, kind: type[Entry] = Entry) -> Entry:
         """`record` made the storage of `tensor`, or is the first that is known of it."""
         storage = tensor.untyped_storage()
-        entry = Entry(storage, self.forget)
+        entry = kind(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None
@@ -126,7 +132,7 @@ class Memory:
         region."""
         record = self._leaf(tensor)
         storage = tensor.untyped_storage()
-        entry = self.table[storage._cdata] = Entry(storage, self.forget)
+        entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None
@@ -198,7 +204,7 @@ class Memory:
         """`record` wrote the memory of `tensor`: every overlapping view is another value now."""
         entry = self.table.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            entry = self.start(tensor, record)
+            entry = self.start(tensor, record, EarlierEntry)
             if covers_storage(tensor):
                 return
             entry.node = None
@@ -219,6 +225,18 @@ class Memory:
         entry.views[key] = record
         more.writes = [(other, seen) for other, seen in more.writes if other != key]
         more.writes.append((key, record))
+
+    def lasting(self) -> Iterator[Record]:
+        """What was written into memory that the program had before, and is there still."""
+        for entry in list(self.table.values()):
+            if isinstance(entry, EarlierEntry):
+                written = [record for _, record in entry.more.writes] if entry.more is not None else []
+                whole = [entry.node] if entry.node is not None else []
+                if entry.views is not None:
+                    current = set(entry.views.values())
+                    written = [record for record in written if record in current]
+                for record in whole + written:
+                    yield from record.parents if record.bits & ALIAS else (record,)
 
     def distrust(self) -> None:
         """Storages may be written from now on without notice: read each again before its node is believed."""

@@ -31,13 +31,23 @@ from sherlorch.graph import (
     PENDING,
     RECOMPUTE,
     Extra,
+    OpFacts,
     Record,
     Scope,
 )  # fmt: skip
 from sherlorch.health import NONFINITE
 from sherlorch.source import ENGINE, INTERNAL, USER
-from sherlorch.tracers.arguments import PLAIN, SCALAR, TENSOR, kinds, share_memory, tensors_in, version_of
-from sherlorch.tracers.faults import leaf_evidence, loses_infinity, mark_consumed
+from sherlorch.tracers.arguments import (
+    PLAIN,
+    SCALAR,
+    TENSOR,
+    kinds,
+    numbers_in,
+    share_memory,
+    tensors_in,
+    version_of,
+)
+from sherlorch.tracers.faults import leaf_evidence, loses_infinity, mark_consumed, takes_bad_number
 from sherlorch.tracers.ledger import CPU, Ledger, Site, get_sequence_nr
 from sherlorch.tracers.memory import Entry, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
@@ -48,6 +58,7 @@ _LINKS_STEPS = 4
 _LINKS_FEW = 1000
 _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NOTHING: dict[str, Any] = {}
+_READ = OpFacts("item", "item")
 _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -202,8 +213,8 @@ class Recorder(Ledger):
         if scope.phase == BACKWARD or (scope is self._optimizer and bits & GRADIENT):
             state |= GRADIENT
         if state & NONFINITE:
-            if not bits & NONFINITE and parents:
-                parents, bits = self._look_again(parents, (args, kwargs))
+            if not bits & NONFINITE:
+                parents, bits = self._look_again(plan, parents, (args, kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
                 extra = None
@@ -316,12 +327,13 @@ class Recorder(Ledger):
             self.tie_made(record)
 
     def _look_again(
-        self, parents: tuple[Record, ...], values: Any, written: Tensor | None = None
+        self, plan: Plan, parents: tuple[Record, ...], values: Any, written: Tensor | None = None
     ) -> tuple[tuple[Record, ...], int]:
-        """Before an op is blamed: are its inputs still what they were?
+        """Before an op is blamed: are its inputs still what they were, and are there others?
 
-        NumPy, C++ or another thread may have written them.
-        An input that went bad unseen is a leaf from here on, unless the op has `written` it itself.
+        NumPy, C++ or another thread may have written them. An input that went bad unseen is a leaf from here
+        on, unless the op has `written` it itself. A bad number that the program read out of a tensor may come
+        back as an argument.
         """
         changed: dict[int, Record] = {}
         for tensor in tensors_in(values):
@@ -333,17 +345,14 @@ class Recorder(Ledger):
                 continue
             if written is not None and share_memory(written, held):
                 continue
-            leaf = self._leaf(held)
-            if leaf.extra is not None and not leaf.extra.name:
-                leaf.extra.name = "tensor that was written where the tracer did not look"
-            self.memory.write(held, leaf)
-            changed[id(known)] = leaf
-        if not changed:
-            return parents, 0
+            changed[id(known)] = self.written_unseen(held)
         parents = tuple(changed.get(id(parent), parent) for parent in parents)
+        if self.bad_number is not None and not changed and takes_bad_number(plan, values):
+            parents = (*parents, self.bad_number)
         bits = 0
         for parent in parents:
             bits |= parent.bits
+        mark_consumed(parents)
         return parents, bits
 
     def tie(self, record: Record | None, sequence: int) -> int:
@@ -356,6 +365,7 @@ class Recorder(Ledger):
         if made < 0 or made > _LINKS_KEPT:  # another thread's numbers, or a long stretch without recording
             self.links.clear()
             self.links_start = sequence
+            self.written_view = None
             return 0
         if self.written_view is not None:
             late = min(made, _NODES_AFTER_A_WRITTEN_VIEW)
@@ -460,6 +470,13 @@ class Recorder(Ledger):
             link = link.link
         return link.scope.module if link is not None else self.scope.module
 
+    def note_number(self, tensor: Tensor) -> None:
+        """The program read a number that is not finite out of a tensor."""
+        try:
+            self.bad_number = self.node_of(tensor)
+        except Exception as problem:
+            self.miss(_READ, problem)
+
     def note_backward(self, plan: Plan, loss: Tensor, frame: Any) -> None:
         """Function level: gradients seen from now on come from this call."""
         self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
@@ -561,8 +578,9 @@ class Recorder(Ledger):
             state |= GRADIENT
         extra = None
         if state & NONFINITE:
-            if not bits & NONFINITE and parents and call == 0:
-                parents, bits = self._look_again(parents, (args[1:], kwargs), target)
+            if not bits & NONFINITE:
+                inputs = (args[1:], kwargs) if call == 0 else list(numbers_in((args, kwargs)))
+                parents, bits = self._look_again(plan, parents, inputs, target)
             state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
             if plan.base == _UNSCALE:
                 state |= CONSUMED  # GradScaler has noticed and will skip the step
