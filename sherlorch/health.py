@@ -23,7 +23,7 @@ FLOATING = frozenset(
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 )
 # Kinds whose range is wide enough for the sum of healthy values to stay finite as a rule (float16 is not).
-_SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
+SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
 
 _sum = torch.sum
 _aminmax = torch.aminmax
@@ -37,7 +37,7 @@ def scan(tensor: Tensor) -> int:
     finite proves
     nothing (it may have overflowed), so then the elements themselves are asked.
     """
-    if tensor.dtype in _SUMMED:
+    if tensor.dtype in SUMMED:
         try:
             total = tensor.item() if tensor.dim() == 0 else _sum(tensor).item()
         except (RuntimeError, NotImplementedError):

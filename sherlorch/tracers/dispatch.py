@@ -41,7 +41,9 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> DispatchTracer:
         # Scans must not show up in a mode further out.
-        self.recorder.scan = health.scan_unseen if torch._C._len_torch_dispatch_stack() else health.scan
+        nested = bool(torch._C._len_torch_dispatch_stack())
+        self.recorder.scan = health.scan_unseen if nested else health.scan
+        self.recorder.below_autograd = not nested
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

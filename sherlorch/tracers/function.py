@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from sys import _getframe
 from typing import Any
@@ -19,6 +20,8 @@ from sherlorch.tracers.recorder import Recorder
 
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _set_grad_enabled = torch._C._set_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_sum = torch.sum
 _NOTHING: dict[str, Any] = {}
 _PLANS: dict[bool, dict[Any, Plan]] = {True: {}, False: {}}
 
@@ -35,7 +38,9 @@ class FunctionTracer(TorchFunctionMode):
 
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
-        self.recorder.scan = health.scan_unseen if torch._C._len_torch_function_stack() else _scan
+        nested = bool(torch._C._len_torch_function_stack())
+        self.recorder.scan = health.scan_unseen if nested else _scan
+        self.recorder.total = _unknown if nested else _total
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -84,3 +89,20 @@ def _scan(tensor: Tensor) -> int:
         finally:
             _set_grad_enabled(True)
     return health.scan(tensor)
+
+
+def _total(tensor: Tensor) -> Any:
+    """Sum of a dense tensor without autograd's notice; NaN where other modes would listen."""
+    if _len_torch_dispatch_stack():
+        return math.nan
+    if tensor.requires_grad and _is_grad_enabled():
+        _set_grad_enabled(False)  # as torch.no_grad(), which costs a microsecond
+        try:
+            return _sum(tensor).item()
+        finally:
+            _set_grad_enabled(True)
+    return _sum(tensor).item()
+
+
+def _unknown(tensor: Tensor) -> float:
+    return math.nan

@@ -3,6 +3,7 @@ state is known."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -78,6 +79,10 @@ class Ledger:
         self.by_object = by_object
         self.has_names = False  # are there watched modules to ask?
         self.scan = health.scan
+        # May the usual call be taken the short way: all dtypes scanned, on the CPU, out of nobody's sight?
+        self.usual = check_dtypes is None and not defer
+        self.below_autograd = False
+        self.total: Callable[[Tensor], Any] = lambda tensor: math.nan
         self.forward_scope = self.scope = Scope(FORWARD)
         self.step_line: tuple[Any, int] | None = (
             None  # the user's line of the torch optimizer step that runs now
@@ -101,6 +106,8 @@ class Ledger:
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
         self.sequence = get_sequence_nr()
         self.links: list[Record | None] = []
+        # Does a new autograd node belong to the newest record, with nothing else to do?
+        self.plain_links = self.keep_all and not self.by_object
         self.written_view: Record | None = None  # autograd was about to make further nodes for it
         self.links_start = self.sequence
         self.links_step = self.sequence  # where the newest step of the program began

@@ -35,7 +35,7 @@ from sherlorch.graph import (
     Record,
     Scope,
 )  # fmt: skip
-from sherlorch.health import NONFINITE
+from sherlorch.health import FLOATING, NONFINITE, SUMMED
 from sherlorch.source import ENGINE, INTERNAL, USER
 from sherlorch.tracers.arguments import (
     PLAIN,
@@ -62,6 +62,8 @@ _READ = OpFacts("item", "item")
 _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
+_UNUSUAL = NONFINITE | PENDING
+_sum = torch.sum
 _current_autograd_node = torch._C._current_autograd_node
 _frame_kinds = source.kinds
 
@@ -74,93 +76,174 @@ class Recorder(Ledger):
     def record(
         self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, frame: Any
     ) -> None:
-        """Add the results of a call that wrote none of its arguments; `frame` made the call."""
-        parents, bits = self.inputs(args, kwargs)
-        if plan.blind:
-            parents.clear()
-            bits = 0
-        code, instruction, scope, link, autograd = self.where(frame)
-        sequence = get_sequence_nr()
-        if bits & GRADIENT and autograd is None and sequence == self.sequence and scope.phase == FORWARD:
-            scope = self._optimizer  # works on gradients without recording a graph
+        """Add the results of a call that wrote none of its arguments; `frame` made the call.
 
-        if type(out) is Tensor:
-            # One plain result, the usual thing; the same as `add_result`, without the call.
-            record = self.add_result(
-                plan, args, kwargs, out, tuple(parents), bits, code, instruction, scope, link, autograd
-            )
-            if sequence != self.sequence:
-                self.tie(record, sequence)
-            return
-        if plan.by_element and isinstance(out, (list, tuple)) and len(out) > 1:
-            site = Site(code, instruction, scope, link, autograd)
-            self._record_elements(plan, args, kwargs, out, site)
-            return
-        call = self.seq + 1
-        record = None
-        for result in tensors_in(out):
-            record = self.add_result(
-                plan,
-                args,
-                kwargs,
-                result,
-                tuple(parents),
-                bits,
-                code,
-                instruction,
-                scope,
-                link,
-                autograd,
-                call,
-            )
-        if sequence != self.sequence:
-            self.tie(record, sequence)
-
-    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Record], int]:
-        """The nodes of every tensor argument, and their bits joined."""
+        The usual call (dense CPU tensors, finite inputs, one finite result) is written out here from end to
+        end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
+        """
+        table = self.table
         parents: list[Record] = []
         bits = 0
-        table = self.table
         for arg in args:
             kind = kinds.get(type(arg))
             if kind == TENSOR:
                 try:
-                    entry = table.get(arg.untyped_storage()._cdata)
-                except (NotImplementedError, RuntimeError):
+                    entry = table[arg.untyped_storage()._cdata]
+                except (KeyError, NotImplementedError, RuntimeError):
                     node = self.node_of(arg)
-                else:  # as `node_of`, without the call
-                    if entry is None:
-                        node = self.memory.start_leaf(arg)
-                    elif entry.views is None:
+                else:
+                    views = entry.views
+                    if views is None:
                         node = entry.node  # type: ignore[assignment]
                         if node.bits & NONFINITE:
                             node = self.memory.read(entry, arg)
                     elif entry.more is None:
-                        found = entry.views.get((arg.storage_offset(), arg.shape, arg.stride(), arg.dtype))
-                        node = found if found is not None else self.memory.read(entry, arg)
+                        try:
+                            node = views[(arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)]
+                        except KeyError:
+                            node = self.memory.read(entry, arg)
                     else:
                         node = self.memory.read(entry, arg)
                 parents.append(node)
                 bits |= node.bits
             elif kind != SCALAR:
-                for item in tensors_in(arg) if kind is None or type(arg) is not list else arg:
-                    kind = kinds.get(type(item))
-                    if kind == TENSOR:
-                        node = self.node_of(item)
-                        parents.append(node)
-                        bits |= node.bits
-                    elif kind != SCALAR:
-                        for tensor in tensors_in(item):
-                            node = self.node_of(tensor)
-                            parents.append(node)
-                            bits |= node.bits
+                bits |= self.gather(arg, parents)
         if kwargs:
             for value in kwargs.values():
                 if kinds.get(type(value)) != SCALAR:
-                    for tensor in tensors_in(value):
-                        node = self.node_of(tensor)
-                        parents.append(node)
-                        bits |= node.bits
+                    bits |= self.gather(value, parents)
+        if plan.blind:
+            parents.clear()
+            bits = 0
+
+        code = link = autograd = None
+        instruction = state = 0
+        scope = self.scope
+        current = _current_autograd_node()
+        sequence = get_sequence_nr()
+        if current is not None or scope.phase != FORWARD:
+            code, instruction, scope, link, autograd = self.where(frame)
+            if autograd is not None:
+                state = GRADIENT
+        else:
+            if self.capture_stack:
+                while frame is not None:
+                    kind = _frame_kinds.get(id(frame.f_code))
+                    if kind == USER:
+                        code = frame.f_code
+                        instruction = frame.f_lasti
+                        break
+                    if kind is None:
+                        source.classify(frame)
+                    else:
+                        frame = frame.f_back
+            if bits & GRADIENT and sequence == self.sequence:
+                scope = self._optimizer  # works on gradients without recording a graph
+                state = GRADIENT
+
+        if type(out) is not Tensor or bits & _UNUSUAL or not self.usual or plan.conditional or not out.is_cpu:
+            site = Site(code, instruction, scope, link, autograd)
+            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+            return
+        storage = out.untyped_storage()
+        key = storage._cdata
+        entry = table.get(key)  # type: ignore[assignment]
+        shape = out.shape
+        dtype = out.dtype
+        if entry is None:
+            if plan.law and parents:
+                state |= INHERITED
+                self.inherited += 1
+            elif dtype in SUMMED:
+                total = _sum(out).item() if self.below_autograd else self.total(out)
+                if total - total != 0:
+                    site = Site(code, instruction, scope, link, autograd)
+                    self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+                    return
+            elif dtype in FLOATING:
+                state |= self.scan(out)
+                if state & NONFINITE:
+                    site = Site(code, instruction, scope, link, autograd)
+                    self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+                    return
+        elif not plan.law or not parents or out is args[0] or kinds.get(type(args[0])) != TENSOR:
+            site = Site(code, instruction, scope, link, autograd)
+            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+            return
+        else:
+            state |= INHERITED
+            self.inherited += 1
+        seq = self.seq = self.seq + 1
+        record = Record(
+            seq, seq, plan, shape, dtype, CPU, state, tuple(parents) if self.keep_all else (),
+            code, instruction, scope, link, autograd, None,
+        )  # fmt: skip
+        if entry is None:
+            entry = table[key] = Entry(storage, self.memory.forget)
+            entry.key = key
+            entry.node = record
+            entry.views = None
+            entry.more = None
+        else:
+            views = entry.views if entry.views is not None else self.memory.views(entry, args[0])
+            if views.setdefault((out.storage_offset(), shape, out.stride(), dtype), record) is not record:
+                self.memory.adopt(entry, out, record)
+        if self.keep_all:
+            self.records.append(record)
+        if sequence != self.sequence:
+            if sequence == self.sequence + 1 and self.plain_links:
+                self.sequence = sequence
+                self.links.append(record)
+            else:
+                self.tie(record, sequence)
+
+    def add_results(
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        parents: list[Record],
+        bits: int,
+        site: Site,
+        sequence: int,
+    ) -> None:
+        """Add the results of a call, whatever they are."""
+        if plan.by_element and isinstance(out, (list, tuple)) and len(out) > 1:
+            self._record_elements(plan, args, kwargs, out, site)
+            return
+        call = self.seq + 1
+        record = None
+        for result in tensors_in(out):
+            record = self.add_result(plan, args, kwargs, result, tuple(parents), bits, *site, call)
+        if sequence != self.sequence:
+            self.tie(record, sequence)
+
+    def gather(self, value: Any, parents: list[Record]) -> int:
+        """Append the nodes of the tensors in a list or the like; their bits joined."""
+        bits = 0
+        for tensor in tensors_in(value) if type(value) is not list else value:
+            kind = kinds.get(type(tensor))
+            if kind == TENSOR:
+                node = self.node_of(tensor)
+                parents.append(node)
+                bits |= node.bits
+            elif kind != SCALAR:
+                bits |= self.gather([*tensors_in(tensor)], parents)
+        return bits
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Record], int]:
+        """The nodes of every tensor argument, and their bits joined."""
+        parents: list[Record] = []
+        bits = 0
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = kinds.get(type(value))
+            if kind == TENSOR:
+                node = self.node_of(value)
+                parents.append(node)
+                bits |= node.bits
+            elif kind != SCALAR:
+                bits |= self.gather(value, parents)
         return parents, bits
 
     def add_result(
@@ -371,6 +454,7 @@ class Recorder(Ledger):
             late = min(made, _NODES_AFTER_A_WRITTEN_VIEW)
             self.links.extend([self.written_view] * late)
             self.written_view = None
+            self.plain_links = not self.by_object and self.keep_all
             made -= late
         self.links.extend([record] * made)
         if self.was_backward and not self.keep_all:
@@ -408,6 +492,7 @@ class Recorder(Ledger):
             made = self._take_from(last, record) if last is not None and last.seq == record.seq - 1 else 0
         if made and target._is_view():
             self.written_view = record
+            self.plain_links = False
 
     def _take_from(self, copy: Record, record: Record) -> int:
         """Give the nodes of a copy that autograd made for an in-place op to that op."""
