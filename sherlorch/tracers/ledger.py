@@ -29,7 +29,7 @@ from sherlorch.graph import (
     Record,
     Scope,
 )  # fmt: skip
-from sherlorch.health import NAN, NONFINITE
+from sherlorch.health import NAN, NONFINITE, SUMMED
 from sherlorch.source import short
 from sherlorch.tracers.faults import Examiner, is_mask, leaf_evidence, mark_consumed, place_leaves
 from sherlorch.tracers.memory import Memory, anchor
@@ -58,6 +58,50 @@ class Site(NamedTuple):
 
 class Ledger:
     """The records of one trace, how they are found again, and which of them wait or went wrong."""
+
+    # More attributes than a class without slots reads fast.
+    __slots__ = (
+        "__weakref__",
+        "_backward",
+        "_examiner",
+        "_optimizer",
+        "_sites",
+        "bad_number",
+        "below_autograd",
+        "by_object",
+        "capture_stack",
+        "defer",
+        "faults",
+        "floating",
+        "forward_scope",
+        "gradients",
+        "has_names",
+        "inherited",
+        "keep_all",
+        "last_backward",
+        "leaf_name",
+        "links",
+        "links_longest",
+        "links_start",
+        "links_step",
+        "loose",
+        "memory",
+        "on_fault",
+        "pending",
+        "plain_links",
+        "records",
+        "scan",
+        "scope",
+        "seq",
+        "sequence",
+        "step_line",
+        "table",
+        "total",
+        "unseen",
+        "usual",
+        "was_backward",
+        "written_view",
+    )
 
     def __init__(
         self,
@@ -170,6 +214,28 @@ class Ledger:
 
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
+        if dtype in SUMMED and self.usual and self.keep_all and not self.has_names and tensor.is_cpu:
+            total = tensor.sum().item() if self.below_autograd else self.total(tensor)
+            if total - total == 0:  # the usual leaf, without calls of its own
+                seq = self.seq = self.seq + 1
+                record = Record(
+                    seq,
+                    seq,
+                    _LEAF,
+                    tensor.shape,
+                    dtype,
+                    CPU,
+                    LEAF,
+                    (),
+                    None,
+                    0,
+                    self.forward_scope,
+                    None,
+                    None,
+                    None,
+                )
+                self.records.append(record)
+                return record
         device = CPU if tensor.is_cpu else tensor.device
         state = 0
         if dtype in self.floating:

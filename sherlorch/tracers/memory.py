@@ -130,9 +130,9 @@ class Memory:
     def start_leaf(self, tensor: Tensor) -> Record:
         """First sight of an argument. A leaf that does not fill its storage speaks only for its own
         region."""
-        record = self._leaf(tensor)
         storage = tensor.untyped_storage()
-        entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
+        record = self._leaf(tensor)
+        entry = self.table[storage._cdata] = Entry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None

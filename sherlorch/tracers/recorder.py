@@ -63,6 +63,7 @@ _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 _UNUSUAL = NONFINITE | PENDING
+_UNCOMMON = _UNUSUAL | GRADIENT
 _sum = torch.sum
 _current_autograd_node = torch._C._current_autograd_node
 _frame_kinds = source.kinds
@@ -70,6 +71,8 @@ _frame_kinds = source.kinds
 
 class Recorder(Ledger):
     """Adds the calls of a program to a ledger."""
+
+    __slots__ = ()
 
     # The common way: an op that writes none of its arguments.
 
@@ -564,14 +567,17 @@ class Recorder(Ledger):
 
     def note_backward(self, plan: Plan, loss: Tensor, frame: Any) -> None:
         """Function level: gradients seen from now on come from this call."""
-        self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
+        try:
+            self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
+        except Exception as problem:
+            self.miss(plan, problem)
 
     # Ops that write.
 
     def call_writing(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
         """Run a call that writes arguments, and add what it wrote and what it returned."""
         if plan.in_place and type(args[0]) in PLAIN:
-            return self._call_in_place(plan, args, kwargs, frame)
+            return self.write(plan, args, kwargs, frame)
         try:
             writing = Writing(self, plan, args, kwargs)
         except Exception as problem:
@@ -586,8 +592,11 @@ class Recorder(Ledger):
             self.miss(plan, problem)
         return out
 
-    def _call_in_place(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
-        """The usual write: ``x.op_(...)`` on one plain tensor."""
+    def write(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
+        """Run the usual write, ``x.op_(...)`` on one plain tensor, and add what it wrote.
+
+        Written out like `record`; the unusual goes to `add_write`.
+        """
         target = args[0]
         old: Mapping[str, Tensor] = _NOTHING
         version = -1
@@ -611,11 +620,46 @@ class Recorder(Ledger):
         try:
             if problem is not None:
                 raise problem
-            if version < 0 or version_of(target) != version:
-                record = self.add_write(
-                    plan, args, kwargs, target, tuple(parents), bits, *self.where(frame), 0, old
-                )
-                self._tie_write(record, target)
+            if version >= 0 and version_of(target) == version:
+                return out
+            code, instruction, scope, link, autograd = self.where(frame)
+            dtype = target.dtype
+            usual = (
+                not bits & _UNCOMMON and self.usual and dtype in SUMMED and target.is_cpu and autograd is None
+            )
+            entry = self.table.get(target.untyped_storage()._cdata) if usual else None
+            if entry is not None and entry.views is None:
+                known = entry.node
+                shape = target.shape
+                if known is not None and known.shape == shape and known.dtype == dtype:
+                    total = _sum(target).item() if self.below_autograd else self.total(target)
+                    if total - total == 0:
+                        seq = self.seq = self.seq + 1
+                        record = entry.node = Record(
+                            seq, seq, plan, shape, dtype, CPU, 0, tuple(parents) if self.keep_all else (),
+                            code, instruction, scope, None, None, None,
+                        )  # fmt: skip
+                        if self.keep_all:
+                            self.records.append(record)
+                        if self.sequence != get_sequence_nr() or target.requires_grad:
+                            self._tie_write(record, target)
+                        return out
+            record = self.add_write(
+                plan,
+                args,
+                kwargs,
+                target,
+                tuple(parents),
+                bits,
+                code,
+                instruction,
+                scope,
+                link,
+                autograd,
+                0,
+                old,
+            )
+            self._tie_write(record, target)
         except NonFiniteError:
             raise
         except Exception as reason:
