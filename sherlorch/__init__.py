@@ -3,6 +3,7 @@
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, SherlorchError, UntracedTensorError
 from sherlorch.graph import OpNode
 from sherlorch.guard import Guard
+from sherlorch.passes import compile, instrument
 from sherlorch.reports.report import DiagnosisReport
 from sherlorch.tracker import ProvenanceTracker, trace
 
@@ -17,5 +18,7 @@ __all__ = [
     "ProvenanceTracker",
     "SherlorchError",
     "UntracedTensorError",
+    "compile",
+    "instrument",
     "trace",
 ]

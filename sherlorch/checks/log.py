@@ -1,0 +1,133 @@
+"""What compiled graphs reported: one small tensor for each run of a graph, read when someone asks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sherlorch.checks.records import Builder
+from sherlorch.checks.runs import clock
+from sherlorch.checks.site import Site
+from sherlorch.graph import Extra, Record
+from sherlorch.health import INF, NAN
+from sherlorch.reports.report import Coverage, DiagnosisReport
+
+_WAITING = 512  # flags that may wait on the device before all are looked at in one transfer
+_MOST_BAD = 64  # runs kept; what goes wrong later is a consequence
+_MOST_OPEN = 64  # forward runs that may wait for their backward run
+
+
+@dataclass
+class Table:
+    """The sites of one compiled graph, and which entry of its flags belongs to which."""
+
+    sites: list[Site]
+    slots: dict[int, int]  # site to entry
+    masks: dict[int, int] = field(default_factory=dict)  # site to the entry that is 0 for an additive mask
+    known: dict[int, int] = field(
+        default_factory=dict
+    )  # site to the site of the forward graph with its value
+    names: dict[str, int] = field(default_factory=dict)  # node to its site, -1 for a node without one
+    sequence: dict[int | None, int] = field(
+        default_factory=dict
+    )  # number of an autograd function to its site
+    forward: Table | None = None  # of a backward graph
+    open: deque[Entry] = field(default_factory=lambda: deque(maxlen=_MOST_OPEN))
+
+    def states(self, flags: Sequence[float]) -> dict[int, int]:
+        return {site: _state(flags[slot]) for site, slot in self.slots.items()}
+
+
+def _state(largest: float) -> int:
+    return NAN if math.isnan(largest) else INF if math.isinf(largest) else 0
+
+
+class Entry:
+    """One run of a compiled graph. `flags` holds the largest magnitude that each checked node had."""
+
+    __slots__ = ("flags", "forward", "table", "time", "values")
+
+    def __init__(self, table: Table, flags: Tensor, forward: Entry | None) -> None:
+        self.time = next(clock)
+        self.table = table
+        self.flags = flags
+        self.forward = forward
+        self.values: list[float] | None = None
+
+    def read(self) -> list[float]:
+        if self.values is None:
+            self.values = self.flags.tolist()
+        return self.values
+
+
+class Log:
+    """Every run since the last reset that may have been bad."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.tables: list[Table] = []
+        self._waiting: list[Entry] = []
+        self._bad: list[Entry] = []
+        self.runs = 0
+        self.checks = 0
+        self.nodes = 0
+
+    def add(self, table: Table, flags: Tensor) -> None:
+        """A graph has run; nothing is read yet."""
+        forward = None
+        if table.forward is not None and table.forward.open:
+            forward = table.forward.open.pop()
+        entry = Entry(table, flags, forward)
+        if table.forward is None:
+            table.open.append(entry)
+        self._waiting.append(entry)
+        if len(self._waiting) >= _WAITING:
+            self._read()
+
+    def _read(self) -> None:
+        """Look at all waiting flags, with one transfer for each graph."""
+        waiting, self._waiting = self._waiting, []
+        groups: dict[int, list[Entry]] = {}
+        for entry in waiting:
+            self.runs += 1
+            self.checks += len(entry.table.slots)
+            self.nodes += len(entry.table.sites) - len(entry.table.known)
+            groups.setdefault(id(entry.table), []).append(entry)
+        for group in groups.values():
+            finite = torch.stack([entry.flags for entry in group]).isfinite().all(1).tolist()
+            self._bad += [entry for entry, good in zip(group, finite) if not good]
+        self._bad = sorted(self._bad, key=lambda entry: entry.time)[:_MOST_BAD]
+
+    def report(self) -> DiagnosisReport:
+        self._read()
+        builder = Builder()
+        done: dict[int, list[Record]] = {}
+        for entry in self._bad:
+            self._records(builder, entry, done)
+        coverage = Coverage(self.nodes, self.checks, self.nodes - self.checks)
+        coverage.notes = (f"{self.runs} runs of {len(self.tables)} compiled graphs",)
+        return builder.report(coverage)
+
+    def _records(self, builder: Builder, entry: Entry, done: dict[int, list[Record]]) -> list[Record]:
+        known = done.get(id(entry))
+        if known is not None:
+            return known
+        forward: Sequence[Record] = ()
+        if entry.forward is not None:
+            forward = self._records(builder, entry.forward, done)
+        table = entry.table
+        flags = entry.read()
+        extras = {
+            place: Extra(table.sites[place].leaf or "", mask=flags[slot] == 0)
+            for place, slot in table.masks.items()
+        }
+        block = builder.block(table.sites, table.states(flags), extras, forward, table.known)
+        done[id(entry)] = block
+        return block
