@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -19,3 +21,12 @@ def never_compile(code: CodeType) -> None:
     if CAN_MARK:
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Inside, compiled functions run eagerly: Dynamo would trace into a function mode instead of calling it.
+
+    Nothing before torch 2.6, or while Dynamo is not loaded (loading it takes seconds).
+    """
+    stance: Any = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    return nullcontext() if stance is None else stance("force_eager")

@@ -31,18 +31,33 @@ _ON_NONFINITE = ("record", "warn", "raise")
 _KEEP = ("all", "nonfinite")
 
 
-def trace(level: str = "function", **options: Any) -> ProvenanceTracker:
+def trace(
+    level: str = "function",
+    *,
+    capture_stack: bool = True,
+    fast_shape_ops: bool = True,
+    check_dtypes: torch.dtype | Iterable[torch.dtype] | None = None,
+    on_nonfinite: str = "record",
+    keep: str = "all",
+) -> ProvenanceTracker:
     """Trace the tensors of a ``with`` block: ``level="function"`` sees what you called, ``"aten"`` what ran,
     backward included.
 
-    Options are those of `ProvenanceTracker`.
+    The options are those of `ProvenanceTracker`.
 
     >>> with trace(level="aten") as tracker:
     ...     loss = torch.log(torch.zeros(3)).sum()
     >>> tracker.diagnose(loss).culprits[0].op_name
     'aten.log.default'
     """
-    return ProvenanceTracker(level, **options)
+    return ProvenanceTracker(
+        level,
+        capture_stack=capture_stack,
+        fast_shape_ops=fast_shape_ops,
+        check_dtypes=check_dtypes,
+        on_nonfinite=on_nonfinite,
+        keep=keep,
+    )
 
 
 class ProvenanceTracker:

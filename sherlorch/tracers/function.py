@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from sys import _getframe
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sherlorch import health
-from sherlorch.compat import never_compile
+from sherlorch.compat import eagerly, never_compile
 from sherlorch.errors import NonFiniteError
 from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
@@ -35,14 +36,21 @@ class FunctionTracer(TorchFunctionMode):
         self.enabled = True
         self._fast = fast
         self._plans = _PLANS[fast]
+        self._eager: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
         nested = bool(torch._C._len_torch_function_stack())
         self.recorder.scan = health.scan_unseen if nested else _scan
         self.recorder.total = _unknown if nested else _total
+        self._eager.append(eagerly())
+        self._eager[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._eager.pop().__exit__(*exc)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
