@@ -28,5 +28,6 @@ def eagerly() -> AbstractContextManager[Any]:
 
     Nothing before torch 2.6, or while Dynamo is not loaded (loading it takes seconds).
     """
-    stance: Any = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    compiler: Any = getattr(torch, "compiler", None)
+    stance: Any = getattr(compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if stance is None else stance("force_eager")

@@ -51,3 +51,23 @@ def test_diagnose_walks_deep_graphs(tmp_path: Path) -> None:
     rows = read(tmp_path / "diagnose.csv")
     assert [row["graph"] for row in rows] == ["chain", "ladder", "late"]
     assert all(int(row["nodes"]) >= 4990 for row in rows)
+
+
+def test_guard_compares_every_variant_with_the_plain_step(tmp_path: Path) -> None:
+    text = run(
+        "guard.py",
+        "--sizes",
+        "2x128",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--tokens",
+        "8",
+        "--out",
+        str(tmp_path),
+    )
+    rows = read(tmp_path / "guard.csv")
+    assert [row["variant"] for row in rows] == ["plain", "plain again", "guarded", "detect_anomaly"]
+    assert all(float(row["ratio"]) > 0 for row in rows)
+    assert "REACHED" in text.upper()

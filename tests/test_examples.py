@@ -19,6 +19,9 @@ VERDICTS = {
     "find_nan_in_transformer.py": (
         "NaN in `loss` began as -Inf in aten.log.default (log(0)) at {line}  [forward]"
     ),
+    "guarded_training.py": (
+        "NaN in `loss` was born in aten.div.Tensor (0 / 0) at model.0, {line}  [forward]"
+    ),
     "half_precision_overflow.py": (
         "NaN and Inf in `y` began as Inf in mul (394.8 * -235.1) at {line}  [forward]"
     ),

@@ -301,7 +301,7 @@ class Guard:
 
     def _message(self, report: DiagnosisReport, fault: Fault, lost: list[str]) -> str:
         when = "before the optimizer wrote" if fault.look else "on return"
-        lines = [str(report), "", f"  step {self.steps}: {fault}; seen {when}"]
+        lines = [_text(report), "", f"  step {self.steps}: {fault}; seen {when}"]
         if lost:
             hint = (
                 "" if self._optimizers else "; give the Guard the optimizer, and it stops before that writes"
@@ -358,8 +358,13 @@ class Guard:
             "`guarded = Guard(model, optimizer)(step)`"
         )
         report = _untraced(str(fault), hint)
-        self._tell(report, str(report))
+        self._tell(report, _text(report))
         return False
+
+
+def _text(report: DiagnosisReport) -> str:
+    """The report, or where it found nothing to blame what there is to say instead."""
+    return str(report) if not report.ok else "\n  note  ".join(report.notes)
 
 
 def _untraced(what: str, hint: str) -> DiagnosisReport:
