@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -31,3 +33,40 @@ def eagerly() -> AbstractContextManager[Any]:
     compiler: Any = getattr(torch, "compiler", None)
     stance: Any = getattr(compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if stance is None else stance("force_eager")
+
+
+def _object_lives_with_storage() -> bool:
+    tensor = torch.empty(1)
+    return weakref.ref(tensor.untyped_storage())() is not None
+
+
+class _CountedReference:
+    """A weak reference to a storage for torch 2.0, where the Python object of a storage is made anew each time.
+
+    The weak count keeps the address of a dead storage from being used again; dead ones are swept now and then.
+    """
+
+    __slots__ = ("_callback", "_storage")
+    _living: list[Any] = []
+    _sweep_at = 1024
+
+    def __init__(self, storage: Any, callback: Callable[[Any], None]) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._storage = StorageWeakRef(storage)
+        self._callback = callback
+        self._living.append(self)
+        if len(self._living) >= _CountedReference._sweep_at:
+            self._sweep()
+
+    @classmethod
+    def _sweep(cls) -> None:
+        dead = [reference for reference in cls._living if reference._storage.expired()]
+        cls._living[:] = [reference for reference in cls._living if not reference._storage.expired()]
+        _CountedReference._sweep_at = max(1024, 2 * len(cls._living))
+        for reference in dead:
+            reference._callback(reference)
+
+
+# A weak reference to a storage that calls back when the storage is gone.
+StorageReference: Any = weakref.ref if _object_lives_with_storage() else _CountedReference

@@ -25,7 +25,7 @@ _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed ce
 _MANY_TWINS = 32
 
 
-class Entry(weakref.ref):  # type: ignore[type-arg]
+class Entry(StorageReference):  # type: ignore[misc]
     """One storage: `node` made all of it, and `views` are the nodes of other regions, once any was read.
 
     While `views` is None every tensor on the storage is `node` or a finite part of it.
