@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,19 +41,19 @@ def _object_lives_with_storage() -> bool:
 
 
 class _CountedReference:
-    """A weak reference to a storage for torch 2.0, where the Python object of a storage is made anew each time.
+    """A weak reference to a storage for torch 2.0, where its Python object is made anew each time.
 
-    The weak count keeps the address of a dead storage from being used again; dead ones are swept now and then.
+    The weak count keeps the address of a dead storage from being used again; the dead are swept now and then.
     """
 
     __slots__ = ("_callback", "_storage")
-    _living: list[Any] = []
-    _sweep_at = 1024
+    _living: ClassVar[list[Any]] = []
+    _sweep_at: ClassVar[int] = 1024
 
     def __init__(self, storage: Any, callback: Callable[[Any], None]) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._storage = StorageWeakRef(storage)
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._callback = callback
         self._living.append(self)
         if len(self._living) >= _CountedReference._sweep_at:

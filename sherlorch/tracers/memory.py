@@ -17,6 +17,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from sherlorch.compat import StorageReference
 from sherlorch.graph import ALIAS, Record
 from sherlorch.health import NONFINITE, unseen
 
