@@ -20,6 +20,7 @@ from sherlorch.graph import (
     CONSTANT,
     FORWARD,
     GRADIENT,
+    GRAPH,
     INHERITED,
     LEAF,
     OPTIMIZER,
@@ -28,6 +29,7 @@ from sherlorch.graph import (
     OpFacts,
     Record,
     Scope,
+    origin_of,
 )  # fmt: skip
 from sherlorch.health import NAN, NONFINITE, SUMMED
 from sherlorch.source import short
@@ -40,6 +42,7 @@ get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
 _GRADIENTS_KEPT = 10_000
+_MOST_SUSPECTS = 8
 _PENDING_LIMIT = 4096
 _KEPT_FOR_EACH_SITE = 64
 _MOST_CONDENSED_PARENTS = 8
@@ -266,11 +269,21 @@ class Ledger:
         self.seq += 1
         record = Record(
             self.seq, self.seq, plan, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device,
-            state | GRADIENT, (loss,),
+            state | GRADIENT, (loss, *(() if loss.bits & NONFINITE else self._suspects(loss))),
             site.code, site.instruction, self._backward, None, None, extra,
         )  # fmt: skip
         self._add(record, tensor)
         return record
+
+    def _suspects(self, loss: Record) -> tuple[Record, ...]:
+        """Faults before a finite `loss` that went no further, but through which autograd differentiates."""
+        suspects = [record for record in self.faults if record.bits & GRAPH and record.seq < loss.seq]
+        wrong = [
+            record
+            for record in suspects
+            if origin_of(record) in ("introduced", "converted") or (record.extra and record.extra.born)
+        ]
+        return tuple(wrong[:_MOST_SUSPECTS])
 
     def note_gradient(self, gradient: Tensor) -> None:
         """Function level: the program read this tensor as a ``grad``."""

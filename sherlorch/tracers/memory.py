@@ -133,7 +133,7 @@ class Memory:
         region."""
         storage = tensor.untyped_storage()
         record = self._leaf(tensor)
-        entry = self.table[storage._cdata] = Entry(storage, self.forget)
+        entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None

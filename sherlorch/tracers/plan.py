@@ -182,17 +182,30 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.pointwise = _is_pointwise_function(plan.root)
     plan.random = plan.root in _RANDOM
     plan.arguments = _argument_names(func, plan.root)
+    if name.startswith(_WRITES_UNCOUNTED):
+        schema = _schema_of(name)
+        plan.writes = traits.written_arguments(schema, name) if schema is not None else plan.writes
+        plan.has_schema = schema is not None
+        plan.by_element = True
     return plan
+
+
+# These write their arguments without a trace in the version counters.
+_WRITES_UNCOUNTED = ("_fused_", "_amp_foreach_")
+
+
+def _schema_of(name: str) -> Any:
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, packet.overloads()[0])._schema if packet is not None else None
 
 
 def _argument_names(func: Any, root: str) -> tuple[str, ...]:
     """Names for the evidence: those of the Python function, or of the aten op of the same name."""
     if isinstance(func, FunctionType):
         return func.__code__.co_varnames[: func.__code__.co_argcount]
-    packet = getattr(torch.ops.aten, root, None)
-    if packet is None:
+    schema = _schema_of(root)
+    if schema is None:
         return ()
-    schema = getattr(packet, packet.overloads()[0])._schema
     return tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
 
 

@@ -7,7 +7,7 @@ input touched are looked at; any other op runs again on copies of its inputs wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     results = {name for position, name, _ in plan.writes if position < 0}
     inputs = {name: old.get(name, value) for name, value in named.items() if name not in results}
     if plan.pointwise:
-        return _untouched(out, [value for value in inputs.values() if isinstance(value, Tensor)])
-    return _rerun(plan, inputs, kwargs, out)
+        own = _untouched(out, [value for value in inputs.values() if isinstance(value, Tensor)])
+    else:
+        own = _bad_all_the_same(plan, inputs, kwargs, out)
+    return own or _bad_this_once(plan, inputs, kwargs, out)
 
 
 def _bad(tensor: Tensor) -> Tensor:
@@ -59,15 +61,39 @@ def _repaired(value: Any) -> Any:
     return torch.where(_bad(value), torch.full((), _HARMLESS, dtype=value.dtype), value)
 
 
-def _rerun(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> int:
+def _bad_all_the_same(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> int:
+    """What is bad without any bad input too."""
+    for result in _results_like(out, plan, inputs, kwargs, _repaired)[:1]:
+        both = _bad(result) & _bad(out)
+        return health.scan(result[both]) if bool(both.any()) else 0
+    return 0
+
+
+def _bad_this_once(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> int:
+    """What is not bad when the very same is computed again: a faulty kernel, bad memory, a race."""
+    bad = _bad(out)
+    results = _results_like(out, plan, inputs, kwargs, _cloned)
+    for result in results:
+        bad = bad & ~_bad(result)
+    return health.scan(out[bad].contiguous()) if results and bool(bad.any()) else 0
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _results_like(
+    out: Tensor, plan: Plan, inputs: Mapping[str, Any], kwargs: Any, prepare: Callable[[Any], Any]
+) -> list[Tensor]:
+    """The results that may be `out`, computed again."""
     positional = [value for name, value in inputs.items() if name not in kwargs]
     keywords = {name: value for name, value in inputs.items() if name in kwargs}
-    again = plan.call(*tree_map(_repaired, positional), **tree_map(_repaired, keywords))
-    if again is None:
-        return 0
-    results = [again] if isinstance(again, Tensor) else [item for item in again if isinstance(item, Tensor)]
-    for result in results:
-        if result.shape == out.shape and result.dtype == out.dtype and result.layout is torch.strided:
-            both = _bad(result) & _bad(out)
-            return health.scan(result[both]) if bool(both.any()) else 0
-    return 0
+    again = plan.call(*tree_map(prepare, positional), **tree_map(prepare, keywords))
+    return [
+        result
+        for result in ([again] if isinstance(again, Tensor) else again or ())
+        if isinstance(result, Tensor)
+        and result.shape == out.shape
+        and result.dtype == out.dtype
+        and result.layout is torch.strided
+    ]

@@ -78,11 +78,12 @@ class Writing:
 
     def _drop_unwritten(self) -> None:
         if self.versions is not None:
-            self.targets = [
-                target
+            written = {
+                id(target[0]): target
                 for target, version in zip(self.targets, self.versions)
                 if version == -2 or version_of(target[0]) != version
-            ]
+            }
+            self.targets = list(written.values())
 
     def _trains(self) -> bool:
         named = self.plan.name_arguments(self.args, self.kwargs)
