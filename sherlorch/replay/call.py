@@ -103,6 +103,8 @@ def run(repro: Repro, *, device: str = "cpu", double: bool = False) -> Outcome:
     """Run the call alone, in its own dtypes or with every floating one made float64."""
     label = "float64" if double else own_dtype(repro)
     try:
+        if torch.device(device).type == "meta":
+            raise SherlorchError("tensors on the meta device have no values")
         func = resolve(repro.op)
         convert = _converter(device, double)
         args, kwargs = map_leaves(convert, repro.args), map_values(convert, repro.kwargs)

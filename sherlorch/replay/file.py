@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from typing import Any, Union
@@ -50,11 +51,14 @@ def load(path: Path) -> Repro:
     """Read a repro file. Raises `SherlorchError` for one that is missing, damaged or not a repro."""
     name = os.fspath(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            written = io.BytesIO(file.read())
     except OSError as error:
         raise SherlorchError(f"cannot read `{name}`: {error.strerror or error}") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(written, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
         raise SherlorchError(f"`{name}` is damaged, or no file of `report.save_repro` ({reason})") from None

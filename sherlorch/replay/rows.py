@@ -21,11 +21,14 @@ def reduced(repro: Repro) -> Repro:
     outcome = run(repro)
     if not comes_back(repro, outcome):
         return repro
+    element = _element(repro)
+    if element is not None:
+        return element
     for cut in _cuts(repro, outcome.index):
         fewer = replace(repro, args=tuple(map_leaves(cut, repro.args)), kwargs=map_values(cut, repro.kwargs))
         if _shows(fewer):
             return replace(fewer, small=True)
-    return _element(repro) or repro
+    return repro
 
 
 def _shows(repro: Repro) -> bool:
