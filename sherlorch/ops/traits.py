@@ -9,7 +9,7 @@ OVERWRITES = frozenset(
     {
         "copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_",
         "log_normal_", "random_",
-        "bernoulli_", "_foreach_copy_", "_foreach_zero_", "set_", "resize_", "_resize_output_", "eye_",
+        "bernoulli_", "_foreach_copy_", "_foreach_zero_", "eye_",
         "trunc_normal_",
     }
 )  # fmt: skip
@@ -22,6 +22,9 @@ UNINITIALISED = frozenset(
         "_efficientzerotensor", "resize_", "empty_quantized",
     }
 ) - {"_efficientzerotensor"}  # fmt: skip
+
+# These put a tensor on other memory and write none.
+MOVES_TENSOR = frozenset({"set_"})
 
 # Copies and casts: no arithmetic, though a cast can overflow. A leaf's line is that of the first op not
 # among these.
@@ -108,6 +111,8 @@ _OPERATORS = {
 
 def written_arguments(schema: Any, base: str) -> list[tuple[int, str, bool]]:
     """(position or -1, name, is it an ``out=``) of each argument that a call of this schema writes."""
+    if base in MOVES_TENSOR:
+        return []
     unmarked = UNMARKED_WRITES.get(base, ())
     return [
         (-1 if argument.kwarg_only else position, argument.name, bool(argument.kwarg_only))

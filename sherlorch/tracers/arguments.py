@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sherlorch.tracers.memory import anchor
+from sherlorch.tracers.memory import anchor, geometry, may_overlap
 
 SCALAR, TENSOR, NESTED = 0, 1, 2
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -60,15 +60,25 @@ def numbers_in(value: Any) -> Iterator[Any]:
             yield from numbers_in(item)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor; 0 where it has none."""
+    held = anchor(tensor)
+    return held.untyped_storage()._cdata if held is not None else 0
+
+
 def share_memory(target: Tensor, others: Any) -> bool:
-    """Does any of the other arguments lie on the storage of `target`?"""
+    """Does a tensor among `others` lie on memory of `target`?"""
     held = anchor(target)
     if held is None:
         return False
-    key = held.untyped_storage()._cdata
+    storage = held.untyped_storage()._cdata
     for tensor in tensors_in(others):
         other = anchor(tensor)
-        if other is not None and other.untyped_storage()._cdata == key:
+        if (
+            other is not None
+            and other.untyped_storage()._cdata == storage
+            and may_overlap(geometry(other), geometry(held))
+        ):
             return True
     return False
 

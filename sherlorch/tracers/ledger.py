@@ -315,8 +315,11 @@ class Ledger:
         bits = 0
         for part in parts:
             bits |= part.bits
-        state = INHERITED | (bits & GRADIENT)
-        if bits & (NONFINITE | PENDING) and tensor.dtype in self.floating:
+        state = bits & GRADIENT
+        if not bits & (NONFINITE | PENDING) and all(part.dtype is tensor.dtype for part in parts):
+            state |= INHERITED
+            self.inherited += 1
+        elif tensor.dtype in self.floating:
             state |= self.scan(tensor) if tensor.is_cpu and not self.defer else PENDING
         first = parts[0]
         self.seq += 1
@@ -341,7 +344,9 @@ class Ledger:
     def settle(self, plan: Plan, held: Tensor | None, record: Record, parents: Sequence[Record]) -> None:
         """A record that is not finite, or not yet known to be."""
         if record.bits & PENDING:
-            self._wait(record, held, plan.law == PERMUTES and bool(parents))
+            # A conditional law may not hold for this call: `view` may have been given a dtype.
+            inherits = plan.law == PERMUTES and not plan.conditional and bool(parents)
+            self._wait(record, held, inherits)
             return
         if not plan.moves:
             place_leaves(parents, record)

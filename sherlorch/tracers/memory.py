@@ -24,6 +24,7 @@ from sherlorch.health import NONFINITE, unseen
 Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
 _MANY_TWINS = 32
+_MANY_VIEWS = 64
 
 
 class Entry(StorageReference):  # type: ignore[misc]
@@ -48,14 +49,19 @@ class EarlierEntry(Entry):
 class More:
     """What few storages need: parts written since `Entry.node` made the whole, twins of views, doubt."""
 
-    __slots__ = ("stale", "twins", "writes")
+    __slots__ = ("mixed", "stale", "trusted", "twins", "writes")
 
     def __init__(self) -> None:
-        self.writes: list[tuple[Geometry, Record]] = []
+        self.writes: dict[Geometry, Record] = {}  # oldest first
         # Results with the geometry of an older node (detach, a view of the same shape) are told apart by
         # object.
         self.twins: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
+        self.mixed = False  # viewed as several dtypes: the bits of a finite number may be NaN as another
         self.stale = False  # someone may have written while the tracer was not looking
+        self.trusted: set[Geometry] = set()  # what was read or written since
+
+    def newest_first(self) -> list[tuple[Geometry, Record]]:
+        return list(self.writes.items())[::-1]
 
 
 def geometry(tensor: Tensor) -> Geometry:
@@ -83,7 +89,20 @@ def anchor(tensor: Tensor) -> Tensor | None:
 
 def covers_storage(tensor: Tensor) -> bool:
     """Does the tensor hold each byte of its storage once?"""
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    return tensor.is_contiguous() or _is_dense(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Is each element at a place of its own (expanded and overlapping tensors are not)?"""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
 
 
 class Memory:
@@ -138,11 +157,11 @@ class Memory:
         entry.node = record
         entry.views = None
         entry.more = None
-        if tensor.nbytes != storage.nbytes():
+        if not covers_storage(tensor):
             entry.node = None
             entry.views = {geometry(tensor): record}
             entry.more = More()
-            entry.more.writes.append((geometry(tensor), record))
+            entry.more.writes[geometry(tensor)] = record
         return record
 
     def read(self, entry: Entry, tensor: Tensor) -> Record:
@@ -153,14 +172,14 @@ class Memory:
             if node.shape == tensor.shape and node.dtype == tensor.dtype:
                 return node
         views = self.views(entry, None)
+        key = geometry(tensor)
         more = entry.more
         if more is not None:
-            if more.stale:
-                return self._read_again(entry, views, tensor)
+            if more.stale and key not in more.trusted:
+                return self._read_again(more, views, key, tensor)
             twin = more.twins.get(id(tensor))
             if twin is not None and twin[0]() is tensor:
                 return twin[1]
-        key = geometry(tensor)
         record = views.get(key)
         if record is None:
             record = views[key] = self._assemble(entry, key, tensor)
@@ -210,34 +229,51 @@ class Memory:
                 return
             entry.node = None
         node = entry.node
-        if node is not None:
-            if entry.views is None and node.shape == tensor.shape and node.dtype == tensor.dtype:
+        views = entry.views
+        dtype = tensor.dtype
+        if views is None and node is not None:
+            if node.shape == tensor.shape and node.dtype == dtype:
                 entry.node = record  # no other view was ever read
                 return
-            if covers_storage(tensor):
-                entry.node = record
-                entry.views = entry.more = None
-                return
+            views = self.views(entry, None)
+        views = views or {}
+        more = entry.more
+        mixed = (more is not None and more.mixed) or any(other[3] is not dtype for other in views)
         key = geometry(tensor)
-        views = self.views(entry, None) if node is not None else entry.views or {}
-        more = entry.more = entry.more or More()
+        if covers_storage(tensor):
+            entry.node = record
+            entry.views = entry.more = None
+            if mixed:
+                entry.views = {key: record}
+                entry.more = More()
+                entry.more.mixed = True
+            return
+        more = entry.more = more or More()
+        more.mixed = mixed
         more.twins.clear()
-        entry.views = {other: seen for other, seen in views.items() if not _may_overlap(other, key)}
+        # A view that is let go is put together again when it is read.
+        kept = {other: seen for other, seen in views.items() if not may_overlap(other, key)}
+        entry.views = kept if len(kept) < _MANY_VIEWS else {}
         entry.views[key] = record
-        more.writes = [(other, seen) for other, seen in more.writes if other != key]
-        more.writes.append((key, record))
+        more.writes.pop(key, None)
+        more.writes[key] = record
+        if more.stale:
+            more.trusted.add(key)
 
     def lasting(self) -> Iterator[Record]:
-        """What was written into memory that the program had before, and is there still."""
+        """Who wrote what is in memory that the program had before, where any of it is bad."""
         for entry in list(self.table.values()):
-            if isinstance(entry, EarlierEntry):
-                written = [record for _, record in entry.more.writes] if entry.more is not None else []
-                whole = [entry.node] if entry.node is not None else []
-                if entry.views is not None:
-                    current = set(entry.views.values())
-                    written = [record for record in written if record in current]
-                for record in whole + written:
-                    yield from record.parents if record.bits & ALIAS else (record,)
+            storage = entry()
+            if not isinstance(entry, EarlierEntry) or storage is None:
+                continue
+            writes = entry.more.newest_first() if entry.more is not None else []
+            base = [entry.node] if entry.node is not None else []
+            if not any(record.bits & NONFINITE for record in [*base, *(node for _, node in writes)]):
+                continue
+            with unseen():
+                seen, rest = _visible(storage.nbytes(), None, writes)
+            for record in seen + (base if rest is None or bool(rest.any()) else []):
+                yield from record.parents if record.bits & ALIAS else (record,)
 
     def distrust(self) -> None:
         """Storages may be written from now on without notice: read each again before its node is believed."""
@@ -246,11 +282,13 @@ class Memory:
                 self.views(entry, None)
             entry.more = entry.more or More()
             entry.more.stale = True
+            entry.more.trusted.clear()
 
-    def _read_again(self, entry: Entry, views: dict[Geometry, Record], tensor: Tensor) -> Record:
-        known = views.get(geometry(tensor))
+    def _read_again(self, more: More, views: dict[Geometry, Record], key: Geometry, tensor: Tensor) -> Record:
+        known = views.get(key)
         fresh = self._leaf(tensor)
         if known is not None and known.state == fresh.state:
+            more.trusted.add(key)
             return known
         self.write(tensor, fresh)
         return fresh
@@ -258,46 +296,52 @@ class Memory:
     def _assemble(self, entry: Entry, key: Geometry, tensor: Tensor) -> Record:
         """The node of a region that no single node made."""
         more = entry.more
-        wanted = [
-            pair for pair in reversed(more.writes if more is not None else []) if _may_overlap(pair[0], key)
-        ]
+        written = more.newest_first() if more is not None else []
+        wanted = [pair for pair in written if may_overlap(pair[0], key)]
         base = entry.node
         if base is None and not wanted:
             record = self._leaf(tensor)
             more = entry.more = more or More()
-            more.writes.append((key, record))
+            more.writes[key] = record
             return record
         parts = [node for _, node in wanted] + ([base] if base is not None else [])
-        if len(parts) > 1 and any(part.bits & NONFINITE for part in parts):
+        if base is None or (len(parts) > 1 and any(part.bits & NONFINITE for part in parts)):
             with unseen():
-                parts = self._visible(tensor, key, wanted, base)
+                parts, rest = _visible(tensor.untyped_storage().nbytes(), key, wanted)
+                if rest is None or bool(rest.any()):
+                    parts.append(base if base is not None else self._leaf_of(tensor, key, rest))
         record = self._merge(tensor, parts)
-        if base is not None and covers_storage(tensor):
+        if covers_storage(tensor):
             # It stands for everything written so far: later reads need not look behind it.
             entry.node = record
             if more is not None:
                 more.writes.clear()
         return record
 
-    @staticmethod
-    def _visible(
-        tensor: Tensor, key: Geometry, writes: Sequence[tuple[Geometry, Record]], base: Record | None
-    ) -> list[Record]:
-        """Of the writes (newest first) those of which a cell of `tensor` is still to be seen."""
-        size = tensor.untyped_storage().nbytes()
-        if size > _LARGEST_MASK:
-            return [node for _, node in writes] + ([base] if base is not None else [])
-        missing = torch.zeros(size, dtype=torch.bool, device="cpu")
-        _cells(missing, key).fill_(True)
-        seen = []
-        for region, node in writes:
-            cells = _cells(missing, region)
-            if bool(cells.any()):
-                seen.append(node)
-                cells.fill_(False)
-        if base is not None and bool(missing.any()):
-            seen.append(base)
-        return seen
+    def _leaf_of(self, tensor: Tensor, key: Geometry, rest: Tensor | None) -> Record:
+        """First sight of some cells of `tensor`, other tensors having been seen on the others."""
+        if rest is None:
+            return self._leaf(tensor)
+        cells = _cells(rest, key).any(-1).to(tensor.device)
+        return self._leaf(torch.where(cells, tensor, torch.zeros_like(tensor)))
+
+
+def _visible(
+    size: int, key: Geometry | None, writes: Sequence[tuple[Geometry, Record]]
+) -> tuple[list[Record], Tensor | None]:
+    """Of the writes (newest first) to a storage of `size` bytes those of which a cell of the region is still
+    to be seen, and the cells that none wrote (None in a storage too large to tell)."""
+    if size > _LARGEST_MASK:
+        return [node for _, node in writes], None
+    missing = torch.zeros(size, dtype=torch.bool, device="cpu")
+    (missing if key is None else _cells(missing, key)).fill_(True)
+    seen = []
+    for region, node in writes:
+        cells = _cells(missing, region)
+        if bool(cells.any()):
+            seen.append(node)
+            cells.fill_(False)
+    return seen, missing
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -318,7 +362,8 @@ def _extent(key: Geometry) -> tuple[int, int]:
     return offset * width, (last + 1) * width
 
 
-def _may_overlap(one: Geometry, other: Geometry) -> bool:
+def may_overlap(one: Geometry, other: Geometry) -> bool:
+    """Do two regions of one storage share a byte? Never a false no."""
     low, high = _extent(one)
     other_low, other_high = _extent(other)
     if low >= other_high or other_low >= high:

@@ -171,7 +171,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.is_gradient = name == "grad"
     plan.by_element = name.startswith("_foreach_")
     plan.unmarked = name in _FUNCTION_STATS
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in traits.MOVES_TENSOR
     if not plan.ignored and (in_place or name == "__setitem__" or plan.unmarked or _may_write(func)):
         plan.writes = [(0, "", False)]
     plan.keeps_old = (

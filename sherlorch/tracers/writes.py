@@ -12,7 +12,7 @@ from torch import Tensor
 from sherlorch.graph import Record
 from sherlorch.health import NONFINITE
 from sherlorch.ops import traits
-from sherlorch.tracers.arguments import share_memory, tensors_in, version_of
+from sherlorch.tracers.arguments import share_memory, storage_of, tensors_in, version_of
 from sherlorch.tracers.faults import mark_consumed
 from sherlorch.tracers.plan import Plan
 
@@ -29,6 +29,7 @@ class Writing:
     ) -> None:
         self.recorder, self.plan, self.args, self.kwargs = recorder, plan, args, kwargs
         self.versions: list[int] | None = None
+        self.others: dict[Any, tuple[list[Tensor], set[int]]] = {}  # what else the call was given
         self.targets = list(self._find_targets() if plan.has_schema else self._find_candidates())
         written = {id(target) for target, _, reads in self.targets if not reads}
         # Inputs are looked up before the call: afterwards their memory may hold something else.
@@ -50,7 +51,8 @@ class Writing:
             if isinstance(value, (list, tuple)):
                 for index, item in enumerate(value):
                     if isinstance(item, Tensor):
-                        yield item, index if plan.by_element else -1, reads
+                        row = index if plan.by_element else -1
+                        yield item, row, reads or self._overlaps(item, position, name)
             elif isinstance(value, Tensor):
                 yield value, -1, reads or self._overlaps(value, position, name)
 
@@ -64,7 +66,8 @@ class Writing:
             for index, tensor in enumerate(tensors_in(value)):
                 self.versions.append(-2 if name == "out" or self._is_statistic(name) else version_of(tensor))
                 reads = name != "out" and not (plan.overwrites and name == 0)
-                yield tensor, index if in_list else -1, reads or self._overlaps(tensor, name, name)
+                row = index if in_list else -1
+                yield tensor, row, reads or self._overlaps(tensor, name, name)
 
     def _is_statistic(self, name: Any) -> bool:
         # torch.nn.functional.batch_norm has them second and third, torch.batch_norm fourth and fifth.
@@ -91,9 +94,13 @@ class Writing:
 
     def _overlaps(self, target: Tensor, position: Any, name: Any) -> bool:
         """Does a full overwrite of the argument there read memory that it writes?"""
-        args = [value for place, value in enumerate(self.args) if place != position]
-        kwargs = {key: value for key, value in self.kwargs.items() if key != name}
-        return share_memory(target, (args, kwargs))
+        if name not in self.others:
+            args = [value for place, value in enumerate(self.args) if place != position]
+            kwargs = {key: value for key, value in self.kwargs.items() if key != name}
+            others = [*tensors_in((args, kwargs))]
+            self.others[name] = others, {storage_of(other) for other in others}
+        others, storages = self.others[name]
+        return storage_of(target) in storages and share_memory(target, others)
 
     def _nodes(self, value: Any, written: set[int]) -> list[Record | None]:
         node_of = self.recorder.node_of
