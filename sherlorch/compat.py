@@ -17,6 +17,10 @@ _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 CAN_MARK = hasattr(_frames, "set_code_exec_strategy")
 
 
+# Number of the next autograd node. Torch 2.0 does not tell it: backward kernels have no line there.
+get_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+
 def never_compile(code: CodeType) -> None:
     """Keep Dynamo away from a function and from all that it calls, at no cost per call; nothing where it
     cannot be marked."""
@@ -58,6 +62,9 @@ class _CountedReference:
         self._living.append(self)
         if len(self._living) >= _CountedReference._sweep_at:
             self._sweep()
+
+    def __call__(self) -> Any:
+        return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
 
     @classmethod
     def _sweep(cls) -> None:

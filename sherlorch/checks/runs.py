@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
-
 from sherlorch.checks.records import Builder
 from sherlorch.checks.site import Site, SiteFacts
+from sherlorch.compat import get_sequence_nr
 from sherlorch.evidence import Evidence
 from sherlorch.graph import BACKWARD, Extra, Record
 
-_next_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 clock = itertools.count()  # what happened first, over all runs
 
 
@@ -22,9 +20,11 @@ class Run:
     def __init__(self) -> None:
         self.time = next(clock)
         self.last = -1  # the site that ran last
-        self.start = _next_number()  # autograd functions of this run have this number or more
+        self.start = get_sequence_nr()  # autograd functions of this run have this number or more
         self.states: dict[int, int] = {}
         self.extras: dict[int, Extra] = {}
+        self.writers: dict[int, int] = {}  # storage of a bad value, to the site that wrote it last
+        self.written: dict[int, list[int]] = {}  # site, to the sites that wrote into its inputs
         self.owners: dict[int, str] = {}  # id of a leaf that wants a gradient, to its name
         self.hooked: set[int] = set()
         self.bad_into: dict[int, list[Gradient]] = {}  # number of an autograd function, to who fed it
@@ -59,7 +59,7 @@ def build(sites: Sequence[Site], runs: Sequence[Run]) -> Builder:
         moments, key=lambda each: each[2].time if each[2] is not None else each[0]
     ):
         if gradient is None:
-            forward[id(run)] = builder.block(sites, run.states, run.extras)
+            forward[id(run)] = builder.block(sites, run.states, run.extras, written=run.written)
         else:
             record = _add_gradient(builder, sites[gradient.site], gradient, forward[id(run)], backward)
             backward[id(gradient)] = record

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from sherlorch import health, source
+from sherlorch.compat import get_sequence_nr
 from sherlorch.graph import (
     ALIAS,
     BACKWARD,
@@ -38,7 +39,6 @@ from sherlorch.tracers.memory import Memory, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 
 CPU = torch.device("cpu")
-get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
 _GRADIENTS_KEPT = 10_000

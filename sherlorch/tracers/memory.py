@@ -89,7 +89,7 @@ def anchor(tensor: Tensor) -> Tensor | None:
 
 def covers_storage(tensor: Tensor) -> bool:
     """Does the tensor hold each byte of its storage once?"""
-    if tensor.nbytes != tensor.untyped_storage().nbytes():
+    if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
         return False
     return tensor.is_contiguous() or _is_dense(tensor)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from sherlorch import health, source
+from sherlorch.compat import get_sequence_nr
 from sherlorch.errors import NonFiniteError
 from sherlorch.graph import (
     BACKWARD,
@@ -48,7 +49,7 @@ from sherlorch.tracers.arguments import (
     version_of,
 )
 from sherlorch.tracers.faults import leaf_evidence, loses_infinity, mark_consumed, takes_bad_number
-from sherlorch.tracers.ledger import CPU, Ledger, Site, get_sequence_nr
+from sherlorch.tracers.ledger import CPU, Ledger, Site
 from sherlorch.tracers.memory import Entry, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
@@ -518,7 +519,10 @@ class Recorder(Ledger):
         current = _current_autograd_node()
         if current is not None:
             self.was_backward = True
-            number = current._sequence_nr() - self.links_start
+            try:
+                number = current._sequence_nr() - self.links_start
+            except AttributeError:  # torch 2.0
+                number = -1
             link = self.links[number] if 0 <= number < len(self.links) else None
             if frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE:
                 return None, 0, self._backward, link, type(current)
