@@ -31,7 +31,7 @@ def files(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     packed = files(wheel)
-    assert {name.split("/")[0] for name in packed} == {"sherlorch"}
+    assert {name.split("/")[0] for name in packed} == {"sherlorch", "pytest_sherlorch.py"}
     assert {"sherlorch/py.typed", "sherlorch/demo.py", "sherlorch/passes/__init__.py"} <= packed
 
 
