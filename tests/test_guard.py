@@ -750,6 +750,8 @@ def test_an_average_of_the_weights_is_not_touched() -> None:
 @pytest.mark.skipif(not hasattr(torch, "compile") or sys.platform == "win32", reason="torch.compile")
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_compiled_code_is_replayed_as_it_was_written(whole_step: bool) -> None:
+    import torch._dynamo
+
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -21,6 +21,7 @@ from sherlorch.reports.report import DiagnosisReport
 from sherlorch.tracker import ProvenanceTracker
 
 Step = Callable[[], Any]
+Call = tuple[str, int]  # op, and how often it had been called by then
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 
@@ -31,7 +32,7 @@ class Replay:
     report: DiagnosisReport
     losses: list[float] = field(default_factory=list)
     problem: Exception | None = None
-    call: int | None = None  # which of all its calls was the culprit
+    call: Call | None = None  # the culprit's
     notes: tuple[str, ...] = ()  # on what differs from the first run, where the fault did not come back
 
 
@@ -122,19 +123,23 @@ def culprit_call(report: DiagnosisReport) -> OpNode | None:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Numbers every call that comes by, the same way in each replay."""
+    """Numbers the calls of each op, the same way in each replay.
+
+    Not all calls together: old versions of torch detach saved tensors once for each mode that listens.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.number = -1
+        self._counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(cls, "__torch_dispatch__", _DISABLED) is not _DISABLED for cls in types):
             return NotImplemented
-        self.number += 1
-        return self.see(func, args, kwargs or {})
+        name = str(func)
+        number = self._counts[name] = self._counts.get(name, 0) + 1
+        return self.see((name, number), func, args, kwargs or {})
 
-    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def see(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the call."""
         return func(*args, **kwargs)
 
@@ -146,36 +151,34 @@ class _Counter(_Calls):  # type: ignore[no-untyped-call, unused-ignore]
         super().__init__()
         self._recorder = tracker._recorder
         self._nodes: list[int] = []
-        self._names: list[str] = []
+        self._calls: list[Call] = []
 
-    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def see(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
         self._nodes.append(self._recorder.seq)
-        self._names.append(str(func))
+        self._calls.append(call)
         return func(*args, **kwargs)
 
-    def find(self, node: OpNode | None) -> int | None:
+    def find(self, node: OpNode | None) -> Call | None:
         """Which call made `node`."""
         if node is None:
             return None
-        number = bisect_left(self._nodes, node.call) - 1
-        return number if number >= 0 and self._names[number] == node.op_name else None
+        position = bisect_left(self._nodes, node.call) - 1
+        call = self._calls[position] if position >= 0 else ("", 0)
+        return call if call[0] == node.op_name else None
 
 
 class _Taker(_Calls):  # type: ignore[no-untyped-call, unused-ignore]
     """Takes the arguments of call `wanted`, lets it run, and ends the step if it showed the fault."""
 
-    def __init__(self, wanted: int, name: str, expected: int) -> None:
+    def __init__(self, wanted: Call, expected: int) -> None:
         super().__init__()
-        self._wanted, self._name, self._expected = wanted, name, expected
+        self._wanted, self._expected = wanted, expected
         self.repro: Repro | None = None
         self.problem = ""
 
-    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.number != self._wanted:
+    def see(self, call: Call, func: Any, args: Any, kwargs: Any) -> Any:
+        if call != self._wanted:
             return func(*args, **kwargs)
-        if str(func) != self._name:
-            self.problem = f"the same call was {func} this time"
-            raise Stopped
         try:
             with health.unseen():
                 repro = take(func, args, kwargs)
@@ -194,12 +197,10 @@ class _Taker(_Calls):  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def take_culprit(
-    step: Step, run: Run, use: Callable[[Run], None], node: OpNode, call: int
+    step: Step, run: Run, use: Callable[[Run], None], node: OpNode, call: Call
 ) -> tuple[Repro | None, str]:
     """Run the step up to the culprit call and copy its arguments: the repro, or why there is none."""
-    taker = _Taker(
-        call, node.op_name, (health.NAN if node.has_nan else 0) | (health.INF if node.has_inf else 0)
-    )
+    taker = _Taker(call, (health.NAN if node.has_nan else 0) | (health.INF if node.has_inf else 0))
     use(run)
     try:
         with eager(), taker, listening(run):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, Callable
 
 import torch
@@ -49,7 +49,8 @@ class Outcome:
 
 
 def _versions() -> dict[str, str]:
-    return {"sherlorch": metadata.version("sherlorch"), "torch": str(torch.__version__)}
+    # The facade is above this layer, but loaded; the package's metadata is missing where it is not installed.
+    return {"sherlorch": str(sys.modules["sherlorch"].__version__), "torch": str(torch.__version__)}
 
 
 def take(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repro:
