@@ -117,23 +117,37 @@ def scan_unseen(tensor: Tensor) -> int:
         return scan(tensor)
 
 
-def begin_scan(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Start a look whose answer stays on the device: min, max, any Inf; None where nothing can be wrong."""
+def begin_scan(tensor: Tensor, mask: bool = False) -> tuple[Tensor, ...] | None:
+    """Start a look whose answer stays on the device: min, max, any Inf; if asked, nothing but -Inf and zeros?
+
+    None where nothing can be wrong.
+    """
     values = values_of(tensor)
     if values is None or values.numel() == 0:
         return None
     low, high = _aminmax(values)
-    return low, high, torch.isinf(values).any()
+    looks = (low, high, torch.isinf(values).any())
+    return (*looks, ((values == 0) | torch.isneginf(values)).all()) if mask else looks
 
 
-def finish_scans(scans: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[int, float, float]]:
-    """Read many started looks in one transfer per device: (state flags, min, max) each."""
+def finish_scans(scans: Sequence[tuple[Tensor, ...]]) -> list[tuple[int, float, float, bool]]:
+    """Read many started looks in one transfer per device: (state flags, min, max, is it a mask) each."""
     if not scans:
         return []
-    rows = [torch.stack([low.double(), high.double(), inf.double()]) for low, high, inf in scans]
+    rows = [
+        torch.stack([_widened(look) for look in (*looks, torch.zeros_like(looks[2]))[:4]]) for looks in scans
+    ]
     device = rows[0].device
     table = torch.stack([row if row.device == device else row.to(device) for row in rows]).tolist()
-    return [(_flags(low, high, bool(inf)), low, high) for low, high, inf in table]
+    answers = []
+    for low, high, inf, mask in table:
+        flags = _flags(low, high, bool(inf))
+        answers.append((flags, low, high, flags == INF and bool(mask)))
+    return answers
+
+
+def _widened(look: Tensor) -> Tensor:
+    return look.float() if look.device.type == "mps" else look.double()  # Apple's devices have no float64
 
 
 def _flags(low: float, high: float, inf: bool) -> int:

@@ -106,10 +106,20 @@ def place_leaves(parents: Sequence[Record], user: Record) -> None:
 
 def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
     """The non-finite values that the program itself named as arguments, if they are what the result holds."""
+    named = named_values(plan, (args, kwargs))
+    return named if explains(named, state) else []
+
+
+def named_values(plan: OpFacts, values: Any) -> list[float]:
+    """The non-finite numbers among the arguments that a result may hold."""
     if plan.combines:
         return []  # an infinite order of a norm is no value
-    named = [value for value in numbers_in((args, kwargs)) if value - value != 0]
-    return named if not state & NAN or any(value != value for value in named) else []
+    return [value for value in numbers_in(values) if value - value != 0]
+
+
+def explains(named: Sequence[float], state: int) -> bool:
+    """Does a call that named these values make such a result on purpose?"""
+    return bool(named) and (not state & NAN or any(value != value for value in named))
 
 
 def takes_bad_number(plan: OpFacts, values: Any) -> bool:

@@ -34,7 +34,15 @@ from sherlorch.graph import (
 )  # fmt: skip
 from sherlorch.health import NAN, NONFINITE, SUMMED
 from sherlorch.source import short
-from sherlorch.tracers.faults import Examiner, is_mask, leaf_evidence, mark_consumed, place_leaves
+from sherlorch.tracers.faults import (
+    Examiner,
+    explains,
+    is_mask,
+    leaf_evidence,
+    loses_infinity,
+    mark_consumed,
+    place_leaves,
+)
 from sherlorch.tracers.memory import Memory, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 
@@ -57,6 +65,17 @@ class Site(NamedTuple):
     scope: Scope
     link: Record | None
     autograd: Any
+
+
+class Late(NamedTuple):
+    """What must be remembered of a call until the state of its result is known."""
+
+    named: Sequence[float] = ()  # non-finite values that the program gave it
+    inherits: bool = False  # a law gives the state of the result
+    consumes: bool = True  # it took its inputs in, rather than stand for one of them
+
+
+_AT_ONCE = Late()
 
 
 class Ledger:
@@ -147,7 +166,7 @@ class Ledger:
         self.inherited = 0
         self.unseen: dict[str, int] = {}
         self._examiner = Examiner(self.miss)
-        self.memory = Memory(self._leaf, self._merged, self.by_object)
+        self.memory = Memory(self._leaf, self._merged, self.state_of, self.by_object)
         self.table = self.memory.table
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
@@ -160,7 +179,7 @@ class Ledger:
         self.links_step = self.sequence  # where the newest step of the program began
         self.links_longest = 0
         self.was_backward = False
-        self.pending: list[tuple[Record, Any, bool]] = []
+        self.pending: list[tuple[Record, Any, Late]] = []
         self.gradients: dict[int, weakref.ref[Tensor]] = {}
         self.last_backward: tuple[Plan, Record, Site] | None = None
 
@@ -244,12 +263,13 @@ class Ledger:
         if dtype in self.floating:
             state = self.scan(tensor) if device is CPU and not self.defer else PENDING
         extra = None
-        if self.has_names or state & NONFINITE:
+        if self.has_names or state & (NONFINITE | PENDING):
             name = self.leaf_name(tensor)
             extra = Extra(name) if name or state & NONFINITE else None
         if state & NONFINITE and extra is not None:
             extra.evidence = leaf_evidence(tensor)
             extra.mask = is_mask(extra.evidence.result)
+        if state & (NONFINITE | PENDING):
             born = self._gradient_of_backward(tensor, state, extra)
             if born is not None:
                 return born
@@ -261,15 +281,16 @@ class Ledger:
         self._add(record, tensor)
         return record
 
-    def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra) -> Record | None:
+    def _gradient_of_backward(self, tensor: Tensor, state: int, extra: Extra | None) -> Record | None:
         """At function level a bad gradient comes out of the `backward` call, which is one node there."""
         if self.last_backward is None or not self._is_gradient(tensor):
             return None
         plan, loss, site = self.last_backward
+        suspects = () if (loss.bits & NONFINITE or state & PENDING) else self._suspects(loss)
         self.seq += 1
         record = Record(
             self.seq, self.seq, plan, tensor.shape, tensor.dtype, CPU if tensor.is_cpu else tensor.device,
-            state | GRADIENT, (loss, *(() if loss.bits & NONFINITE else self._suspects(loss))),
+            state | GRADIENT, (loss, *suspects),
             site.code, site.instruction, self._backward, None, None, extra,
         )  # fmt: skip
         self._add(record, tensor)
@@ -298,7 +319,9 @@ class Ledger:
     def _name_lifted(self, leaf: Record, code: Any, instruction: int) -> None:
         """A leaf of data in the program: it has the line that made it for a name; a lone number is a
         constant."""
-        if not leaf.bits & NONFINITE or leaf.extra is None:
+        if leaf.bits & PENDING:
+            leaf.extra = leaf.extra or Extra()
+        elif not leaf.bits & NONFINITE or leaf.extra is None:
             return
         if leaf.bits & NAN and self.bad_number is not None:
             leaf.parents = (self.bad_number,)
@@ -337,16 +360,24 @@ class Ledger:
         if self.keep_all:
             self.records.append(record)
         if record.bits & PENDING:
-            self._wait(record, tensor, False)
+            self._wait(record, tensor)
         elif record.bits & NONFINITE:
             self._archive(record)
 
-    def settle(self, plan: Plan, held: Tensor | None, record: Record, parents: Sequence[Record]) -> None:
+    def settle(
+        self,
+        plan: Plan,
+        held: Tensor | None,
+        record: Record,
+        parents: Sequence[Record],
+        named: Sequence[float] = (),
+        consumes: bool = True,
+    ) -> None:
         """A record that is not finite, or not yet known to be."""
         if record.bits & PENDING:
             # A conditional law may not hold for this call: `view` may have been given a dtype.
             inherits = plan.law == PERMUTES and not plan.conditional and bool(parents)
-            self._wait(record, held, inherits)
+            self._wait(record, held, Late(named, inherits, consumes))
             return
         if not plan.moves:
             place_leaves(parents, record)
@@ -372,37 +403,70 @@ class Ledger:
 
     # Accelerators: states that are read later.
 
-    def _wait(self, record: Record, tensor: Tensor | None, inherits: bool) -> None:
-        scan = None if inherits or tensor is None else health.begin_scan(tensor)
-        self.pending.append((record, scan, inherits))
+    def _wait(self, record: Record, tensor: Tensor | None, late: Late = _AT_ONCE) -> None:
+        scan = None
+        if not late.inherits and tensor is not None:
+            scan = health.begin_scan(tensor, mask=bool(record.bits & LEAF))
+        self.pending.append((record, scan, late))
         if len(self.pending) >= _PENDING_LIMIT or self.on_fault is not None:
             self.resolve()
 
     def resolve(self) -> None:
-        """Read every waiting state in one transfer."""
+        """Read every waiting state in one transfer, in the order of the program."""
         waiting, self.pending = self.pending, []
         answers = iter(health.finish_scans([scan for _, scan, _ in waiting if scan is not None]))
-        for record, scan, inherits in waiting:
+        for record, scan, late in waiting:
+            answer = next(answers) if scan is not None else None
+            self._learn(record, answer, late)
+
+    def _learn(self, record: Record, answer: tuple[int, float, float, bool] | None, late: Late) -> None:
+        """The state of a record that waited, and what follows from it."""
+        inputs = 0
+        for parent in record.parents:
+            inputs |= parent.bits & NONFINITE
+        facts = record.facts
+        if late.consumes and (record.dtype in self.floating or loses_infinity(facts, inputs, record.dtype)):
             mark_consumed(record.parents)
-            state = 0
-            if inherits:
-                for parent in record.parents:
-                    state |= parent.bits & NONFINITE
-                state |= INHERITED
-            elif scan is not None:
-                state, low, high = next(answers)
-                if state:
-                    record.extra = record.extra or Extra()
-                    record.extra.range = (low, high)
-            record.bits = record.bits & ~PENDING | state
-            if state & NONFINITE:
-                if record.parents and not record.facts.moves:
-                    place_leaves(record.parents, record)
-                self._archive(record)
-                if self.on_fault is not None and not record.bits & LEAF:
-                    self.on_fault(record)
-            elif not self.keep_all:
+        state = (inputs | INHERITED if late.inherits else 0) if answer is None else answer[0]
+        record.bits = record.bits & ~PENDING | state
+        if record.bits & LEAF and record.parents:
+            self._compare(record)
+        if not state & NONFINITE:
+            if facts is not _LEAF and self.last_backward is not None and facts is self.last_backward[0]:
+                record.facts, record.parents = _LEAF, ()  # a healthy gradient says nothing of its origin
+                record.bits |= LEAF
+            if not self.keep_all:
                 record.parents = ()
+            return
+        if answer is not None and not facts.uninitialised:
+            record.extra = record.extra or Extra()
+            record.extra.range = answer[1:3]
+            record.extra.mask = answer[3]
+        if not inputs and explains(late.named, state):
+            record.bits |= CONSTANT
+            record.extra = record.extra or Extra()
+            record.extra.negative = all(value < 0 for value in late.named)
+        if getattr(facts, "lifts", False) and not record.parents:
+            code, record.code = record.code, None
+            record.bits = record.bits & ~CONSTANT | LEAF
+            record.extra = record.extra or Extra()
+            self._name_lifted(record, code, record.instruction)
+        elif record.parents and not facts.moves:
+            place_leaves(record.parents, record)
+        if self.last_backward is not None and facts is self.last_backward[0] and not inputs:
+            record.parents += self._suspects(record.parents[0])
+        self._archive(record)
+        if self.on_fault is not None and not record.bits & LEAF:
+            self.on_fault(record)
+
+    @staticmethod
+    def _compare(leaf: Record) -> None:
+        """Memory that may have been written unseen was read as a leaf: is it its parent still?"""
+        if leaf.parents[0].state == leaf.state:
+            leaf.facts = _VIEW
+            leaf.bits = leaf.bits & ~LEAF | ALIAS
+        else:
+            leaf.parents = ()
 
     def state_of(self, held: Tensor | None) -> int:
         """State of memory that was just written."""

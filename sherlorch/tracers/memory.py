@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sherlorch.compat import StorageReference
-from sherlorch.graph import ALIAS, Record
+from sherlorch.graph import ALIAS, PENDING, Record
 from sherlorch.health import NONFINITE, unseen
 
 Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
@@ -108,7 +108,8 @@ def _is_dense(tensor: Tensor) -> bool:
 class Memory:
     """The table of storages.
 
-    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote.
+    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote,
+    and `state` looks without making one.
     `by_object`: the
     tensors seen are the user's own objects, so that two with one geometry can be told apart.
     """
@@ -117,12 +118,14 @@ class Memory:
         self,
         leaf: Callable[[Tensor], Record],
         merge: Callable[[Tensor, Sequence[Record]], Record],
+        state: Callable[[Tensor], int],
         by_object: bool = False,
     ) -> None:
         self.table: dict[int, Entry] = {}
         self.by_object = by_object
         self._leaf = leaf
         self._merge = merge
+        self._state = state
         table = self.table
 
         def forget(entry: Entry) -> None:
@@ -176,7 +179,7 @@ class Memory:
         more = entry.more
         if more is not None:
             if more.stale and key not in more.trusted:
-                return self._read_again(more, views, key, tensor)
+                return self._read_again(entry, more, key, tensor)
             twin = more.twins.get(id(tensor))
             if twin is not None and twin[0]() is tensor:
                 return twin[1]
@@ -284,12 +287,20 @@ class Memory:
             entry.more.stale = True
             entry.more.trusted.clear()
 
-    def _read_again(self, more: More, views: dict[Geometry, Record], key: Geometry, tensor: Tensor) -> Record:
+    def _read_again(self, entry: Entry, more: More, key: Geometry, tensor: Tensor) -> Record:
+        """The node of a tensor that may have been written unseen: the one known, if that is what it holds."""
+        views = entry.views if entry.views is not None else {}
         known = views.get(key)
-        fresh = self._leaf(tensor)
-        if known is not None and known.state == fresh.state:
+        if known is None and (entry.node is not None or more.writes):
+            known = views[key] = self._assemble(entry, key, tensor)
+        more = entry.more = entry.more or more
+        state = self._state(tensor)
+        if known is not None and not state & PENDING and known.state == state:
             more.trusted.add(key)
             return known
+        fresh = self._leaf(tensor)
+        if known is not None and state & PENDING:
+            fresh.parents = (known,)  # `Ledger.resolve` will compare the two
         self.write(tensor, fresh)
         return fresh
 
@@ -305,7 +316,7 @@ class Memory:
             more.writes[key] = record
             return record
         parts = [node for _, node in wanted] + ([base] if base is not None else [])
-        if base is None or (len(parts) > 1 and any(part.bits & NONFINITE for part in parts)):
+        if base is None or (len(parts) > 1 and any(part.bits & (NONFINITE | PENDING) for part in parts)):
             with unseen():
                 parts, rest = _visible(tensor.untyped_storage().nbytes(), key, wanted)
                 if rest is None or bool(rest.any()):

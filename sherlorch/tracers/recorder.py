@@ -48,7 +48,13 @@ from sherlorch.tracers.arguments import (
     tensors_in,
     version_of,
 )
-from sherlorch.tracers.faults import leaf_evidence, loses_infinity, mark_consumed, takes_bad_number
+from sherlorch.tracers.faults import (
+    leaf_evidence,
+    loses_infinity,
+    mark_consumed,
+    named_values,
+    takes_bad_number,
+)
 from sherlorch.tracers.ledger import CPU, Ledger, Site
 from sherlorch.tracers.memory import Entry, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
@@ -299,13 +305,17 @@ class Recorder(Ledger):
                 state = PENDING
         if scope.phase == BACKWARD or (scope is self._optimizer and bits & GRADIENT):
             state |= GRADIENT
-        if state & NONFINITE:
+        named: Sequence[float] = ()
+        if state & PENDING:
+            parents, named = self._named(plan, parents, (args, kwargs))
+        elif state & NONFINITE:
             if not bits & NONFINITE:
                 parents, bits = self._look_again(plan, parents, (args, kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
                 extra = None
-        keep = self.keep_all or state & (NONFINITE | PENDING)
+        consumes = True
+        keep = self.keep_all or state & _UNUSUAL
         record = Record(
             seq,
             call or seq,
@@ -324,14 +334,13 @@ class Recorder(Ledger):
         )
         if self.keep_all:
             self.records.append(record)
-        if state & NONFINITE:
-            if plan.lifts and not parents:
-                record.bits = record.bits & ~CONSTANT | LEAF
-                record.extra = Extra(evidence=leaf_evidence(out))
-                record.code = None
-                self._name_lifted(record, code, instruction)
-            if out.requires_grad:
-                record.bits |= GRAPH
+        if state & NONFINITE and plan.lifts and not parents:
+            record.bits = record.bits & ~CONSTANT | LEAF
+            record.extra = Extra(evidence=leaf_evidence(out))
+            record.code = None
+            self._name_lifted(record, code, instruction)
+        if state & _UNUSUAL and out.requires_grad:
+            record.bits |= GRAPH
         if entry is None:
             entry = self.table[key] = Entry(
                 storage, self.memory.forget
@@ -348,14 +357,26 @@ class Recorder(Ledger):
                 is not record
             ):
                 source = args[0] if args and kinds.get(type(args[0])) == TENSOR else None
-                if not self.memory.adopt(entry, out, record, source) and state & NONFINITE:
+                if not self.memory.adopt(entry, out, record, source) and state & _UNUSUAL:
                     record.bits |= CONSUMED  # stands for a tensor that is known by an older node
                     bits = 0
+                    consumes = False
         if bits & NONFINITE and (dtype in self.floating or loses_infinity(plan, bits, dtype)):
             mark_consumed(parents)
-        if state & (NONFINITE | PENDING):
-            self.settle(plan, out, record, parents)
+        if state & _UNUSUAL:
+            self.settle(plan, out, record, parents, named, consumes)
+        elif bits & PENDING and plan.moves:
+            self._wait(record, None)
         return record
+
+    def _named(
+        self, plan: Plan, parents: tuple[Record, ...], values: Any
+    ) -> tuple[tuple[Record, ...], Sequence[float]]:
+        """The parents of a call and the non-finite values it was given, which may come out of a tensor."""
+        named = named_values(plan, values)
+        if named and self.bad_number is not None and takes_bad_number(plan, values):
+            parents = (*parents, self.bad_number)
+        return parents, named
 
     def _add_loose(
         self,
@@ -715,8 +736,11 @@ class Recorder(Ledger):
                 inputs = (args[1:], kwargs) if call == 0 else list(numbers_in((args, kwargs)))
                 parents, bits = self._look_again(plan, parents, inputs, target)
             state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
-            if plan.base == _UNSCALE:
-                state |= CONSUMED  # GradScaler has noticed and will skip the step
+        named: Sequence[float] = ()
+        if state & PENDING:
+            parents, named = self._named(plan, parents, (args, kwargs))
+        if plan.base == _UNSCALE and state & _UNUSUAL:
+            state |= CONSUMED  # GradScaler has noticed and will skip the step
         seq = self.seq = self.seq + 1
         keep = self.keep_all or state & (NONFINITE | PENDING)
         record = Record(
@@ -741,6 +765,6 @@ class Recorder(Ledger):
             self.loose[id(target)] = (WeakIdRef(target), record)
         else:
             self.memory.write(held, record)
-        if state & (NONFINITE | PENDING):
-            self.settle(plan, held, record, parents)
+        if state & _UNUSUAL:
+            self.settle(plan, held, record, parents, named)
         return record

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sherlorch.graph import Record
+from sherlorch.graph import CONSUMED, Record
 from sherlorch.health import NONFINITE
 from sherlorch.ops import traits
 from sherlorch.tracers.arguments import share_memory, storage_of, tensors_in, version_of
-from sherlorch.tracers.faults import mark_consumed
 from sherlorch.tracers.plan import Plan
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Writing:
         for target, _, reads in self.targets:
             known = None if reads else recorder.find(target)
             if known is not None:
-                mark_consumed([known])
+                known.bits |= CONSUMED
 
     def _find_targets(self) -> Iterator[tuple[Tensor, int, bool]]:
         """(tensor, its place in a list or -1, is its old value an input) of each written argument."""
