@@ -6,19 +6,19 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from sherlorch.checks.records import Builder
-from sherlorch.checks.runs import clock
-from sherlorch.checks.site import Site
+from sherlorch.checks.runs import clock, worth_keeping
+from sherlorch.checks.site import Site, shown
 from sherlorch.graph import Extra, Record
 from sherlorch.health import INF, NAN
 from sherlorch.reports.report import Coverage, DiagnosisReport
 
 _WAITING = 512  # flags that may wait on the device before all are looked at in one transfer
-_MOST_BAD = 64  # runs kept; what goes wrong later is a consequence
 _MOST_OPEN = 64  # forward runs that may wait for their backward run
 
 
@@ -39,6 +39,10 @@ class Table:
     forward: Table | None = None  # of a backward graph
     open: deque[Entry] = field(default_factory=lambda: deque(maxlen=_MOST_OPEN))
 
+    @cached_property
+    def shown(self) -> frozenset[int]:
+        return frozenset(self.slots[place] for place in shown(self.sites) if place in self.slots)
+
     def states(self, flags: Sequence[float]) -> dict[int, int]:
         return {site: _state(flags[slot]) for site, slot in self.slots.items()}
 
@@ -50,13 +54,14 @@ def _state(largest: float) -> int:
 class Entry:
     """One run of a compiled graph. `flags` holds the largest magnitude that each checked node had."""
 
-    __slots__ = ("flags", "forward", "table", "time", "values")
+    __slots__ = ("flags", "forward", "pattern", "table", "time", "values")
 
     def __init__(self, table: Table, flags: Tensor, forward: Entry | None) -> None:
         self.time = next(clock)
         self.table = table
         self.flags = flags
         self.forward = forward
+        self.pattern: tuple[int, ...] = ()  # state of each entry of the flags
         self.values: list[float] | None = None
 
     def read(self) -> list[float]:
@@ -69,10 +74,10 @@ class Log:
     """Every run since the last reset that may have been bad."""
 
     def __init__(self) -> None:
+        self.tables: list[Table] = []
         self.clear()
 
     def clear(self) -> None:
-        self.tables: list[Table] = []
         self._waiting: list[Entry] = []
         self._bad: list[Entry] = []
         self.runs = 0
@@ -101,9 +106,15 @@ class Log:
             self.nodes += len(entry.table.sites) - len(entry.table.known)
             groups.setdefault(id(entry.table), []).append(entry)
         for group in groups.values():
-            finite = torch.stack([entry.flags for entry in group]).isfinite().all(1).tolist()
-            self._bad += [entry for entry, good in zip(group, finite) if not good]
-        self._bad = sorted(self._bad, key=lambda entry: entry.time)[:_MOST_BAD]
+            flags = torch.stack([entry.flags for entry in group])
+            for entry, states in zip(group, (flags.isnan() * NAN + flags.isinf() * INF).tolist()):
+                entry.pattern = tuple(states)
+                self._bad += [entry] if any(states) else []
+        self._bad = worth_keeping(
+            sorted(self._bad, key=lambda entry: entry.time),
+            lambda entry: (id(entry.table), entry.pattern),
+            lambda entry: any(entry.pattern[slot] for slot in entry.table.shown),
+        )
 
     def report(self) -> DiagnosisReport:
         self._read()
@@ -112,7 +123,8 @@ class Log:
         for entry in self._bad:
             self._records(builder, entry, done)
         coverage = Coverage(self.nodes, self.checks, self.nodes - self.checks)
-        coverage.notes = (f"{self.runs} runs of {len(self.tables)} compiled graphs",)
+        graphs = f"{self.runs} runs of {len(self.tables)} compiled graphs, nothing outside of them"
+        coverage.notes = (graphs if self.runs else "no compiled graph has run yet",)
         return builder.report(coverage)
 
     def _records(self, builder: Builder, entry: Entry, done: dict[int, list[Record]]) -> list[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Callable
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 from sherlorch import health
 from sherlorch.capture import capture
 from sherlorch.checks.records import Builder
-from sherlorch.checks.runs import Gradient, Run, build
-from sherlorch.checks.site import Site
+from sherlorch.checks.runs import Gradient, Run, build, worth_keeping
+from sherlorch.checks.site import Site, shown
 from sherlorch.evidence import Evidence
 from sherlorch.graph import Extra
 from sherlorch.health import NAN
 from sherlorch.reports.report import Coverage, DiagnosisReport
 from sherlorch.tracers.faults import is_mask, leaf_evidence
 
-_MOST_RUNS = 50  # with a fault; what goes wrong later is a consequence
+_MOST_RUNS = 100  # with something bad, harmless masks too; then only those worth keeping stay
+_MOST_EVIDENCE = 20  # of one site
 
 
 def _never() -> bool:
@@ -49,11 +51,13 @@ class Checks(nn.Module):
         self.register_buffer("flags", torch.zeros(len(self.sites)), persistent=False)
         self._run = Run()
         self._runs: list[Run] = []
+        self._evidence: Counter[int] = Counter()  # how often it was taken, by site
 
     def reset(self) -> None:
         """Forget what was seen."""
         self._run = Run()
         self._runs = []
+        self._evidence.clear()
         self.flags.zero_()
 
     def diagnose(self) -> DiagnosisReport:
@@ -113,28 +117,46 @@ class Checks(nn.Module):
         if site.leaf is not None:
             run.extras[index] = _leaf_extra(site.leaf, made)
             return
-        came_in = self._look_at_inputs(run, site, {_storage(tensor) for tensor in made}, inputs)
-        if not came_in or (state & NAN and not came_in & NAN):
+        storages = {_storage(tensor) for tensor in made}
+        came_in = self._look_at_inputs(run, index, storages, inputs)
+        run.writers.update(dict.fromkeys(storages, index))
+        new = not site.meant(state) if not came_in else state & NAN and not came_in & NAN
+        if new and self._evidence[index] < _MOST_EVIDENCE:
+            self._evidence[index] += 1
             run.extras[index] = Extra(evidence=_evidence(site.facts.root, site.given(inputs), made))
 
-    def _look_at_inputs(self, run: Run, site: Site, written: set[int], inputs: tuple[Any, ...]) -> int:
+    def _look_at_inputs(self, run: Run, user: int, written: set[int], inputs: tuple[Any, ...]) -> int:
         """State of what went in, and who is answerable for values that no check looked at."""
         came_in = 0
-        for index, value in zip(site.parents, inputs):
-            tensors = [] if self.sites[index].checked else list(_tensors(value))
-            if index not in run.states and written.isdisjoint(map(_storage, tensors)):
+        for place, value in zip(self.sites[user].parents, inputs):
+            tensors = list(_tensors(value))
+            storages = {_storage(tensor) for tensor in tensors}
+            if place not in run.states and written.isdisjoint(storages):
                 state = _state(tensors)
-                while state and index not in run.states and not self.sites[index].checked:
-                    run.states[index] = state
-                    # A view or copy is bad: so is what it was taken from, if there is only one.
-                    sources = self.sites[index].parents
-                    index = sources[0] if len(sources) == 1 else index
                 came_in |= state
-            came_in |= run.states.get(index, 0)
+                if state:
+                    self._answer_for(run, user, place, state, storages)
+            came_in |= run.states.get(place, 0)
         return came_in
 
+    def _answer_for(self, run: Run, user: int, place: int, state: int, storages: set[int]) -> None:
+        """An input is bad and nobody saw it go bad: a view or copy, or written through another view."""
+        way = [place]
+        while not self.sites[way[-1]].checked and len(self.sites[way[-1]].parents) == 1:
+            way.append(self.sites[way[-1]].parents[0])
+        writers = [run.writers[storage] for storage in storages if storage in run.writers]
+        if writers and way[-1] not in run.states:
+            run.written.setdefault(user, []).extend(writers)
+        else:
+            run.states.update((each, state) for each in way if not self.sites[each].checked)
+
     def _keep(self, run: Run) -> None:
-        if not run.is_faulty and len(self._runs) < _MOST_RUNS:
+        if not run.is_faulty:
+            if len(self._runs) >= _MOST_RUNS:
+                outside = shown(self.sites)
+                self._runs = worth_keeping(
+                    self._runs, lambda each: each.pattern, lambda each: each.lasts(outside)
+                )
             self._runs.append(run)
 
     # Gradients.
@@ -211,7 +233,10 @@ def _union(states: Sequence[int]) -> int:
 
 
 def _state(tensors: Sequence[Tensor]) -> int:
-    return _union([health.scan_unseen(tensor.detach()) for tensor in tensors if not tensor.is_meta])
+    if not tensors:
+        return 0
+    with health.unseen():
+        return _union([health.scan(tensor.detach()) for tensor in tensors if not tensor.is_meta])
 
 
 def _number(function: Any) -> int | None:

@@ -40,14 +40,19 @@ class Builder:
         extras: Mapping[int, Extra],
         forward: Sequence[Record] = (),
         known: Mapping[int, int] = MappingProxyType({}),
+        written: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[Record]:
-        """Records of one run of a graph; `known` maps sites to those of `forward` with their value."""
+        """Records of one run of a graph.
+
+        `known` maps sites to those of the `forward` run with their value, `written` to those that wrote into
+        their inputs.
+        """
         block: list[Record] = []
         for index, site in enumerate(sites):
             if index in known and known[index] < len(forward):
                 block.append(forward[known[index]])
                 continue
-            parents = tuple(block[parent] for parent in site.parents)
+            parents = tuple(block[parent] for parent in (*site.parents, *written.get(index, ())))
             state = states.get(index)
             if state is None:
                 state = _inherited(site, parents)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from sherlorch.checks.records import Builder
 from sherlorch.checks.site import Site, SiteFacts
@@ -11,6 +12,7 @@ from sherlorch.compat import get_sequence_nr
 from sherlorch.evidence import Evidence
 from sherlorch.graph import BACKWARD, Extra, Record
 
+_MOST_LASTING, _MOST_OTHERS = 16, 48
 clock = itertools.count()  # what happened first, over all runs
 
 
@@ -34,6 +36,14 @@ class Run:
     def is_faulty(self) -> bool:
         return bool(self.states or self.gradients)
 
+    @property
+    def pattern(self) -> Hashable:
+        return frozenset(self.states.items()), tuple((each.site, each.state) for each in self.gradients)
+
+    def lasts(self, shown: frozenset[int]) -> bool:
+        """Did anything bad leave the graph?"""
+        return not shown.isdisjoint(self.states) or any(gradient.owners for gradient in self.gradients)
+
 
 class Gradient:
     """One backward function of a site that gave a non-finite gradient, or absorbed one (state 0)."""
@@ -47,6 +57,26 @@ class Gradient:
         self.came_in = came_in  # state of what came from outside the graph
         self.owners: list[str] = []  # leaves whose gradient this is
         self.evidence: Evidence | None = None
+
+
+Kept = TypeVar("Kept")
+
+
+def worth_keeping(
+    runs: Iterable[Kept], pattern: Callable[[Kept], Hashable], lasts: Callable[[Kept], bool]
+) -> list[Kept]:
+    """Of runs in the order of time the first of each pattern, with room of its own for damage that lasts."""
+    seen: set[Hashable] = set()
+    room = {True: _MOST_LASTING, False: _MOST_OTHERS}
+    kept = []
+    for run in runs:
+        found = pattern(run)
+        lasting = lasts(run)
+        if found not in seen and room[lasting]:
+            room[lasting] -= 1
+            seen.add(found)
+            kept.append(run)
+    return kept
 
 
 def build(sites: Sequence[Site], runs: Sequence[Run]) -> Builder:

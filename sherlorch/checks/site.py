@@ -73,6 +73,19 @@ def _filled(value: Any, inputs: Sequence[Any]) -> Any:
     return value
 
 
+def shown(sites: Sequence[Site]) -> frozenset[int]:
+    """The checked sites whose values leave the graph, as they are or through unchecked sites."""
+    found = set()
+    waiting = [place for place, site in enumerate(sites) if site.output]
+    while waiting:
+        place = waiting.pop()
+        if sites[place].checked:
+            found.add(place)
+        else:
+            waiting.extend(sites[place].parents)
+    return frozenset(found)
+
+
 def named_values(value: Any) -> int:
     """NAN and INF flags of the numbers in a call's arguments."""
     if isinstance(value, (float, complex)):
