@@ -10,6 +10,7 @@ from typing import Union
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 FINITE = 0
@@ -19,8 +20,9 @@ NONFINITE = NAN | INF
 
 FLOATING = frozenset(
     dtype
-    for dtype in vars(torch).values()
+    for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    if not name.startswith("float4")  # every pattern of which is a finite number
 )
 # Kinds whose range is wide enough for the sum of healthy values to stay finite as a rule (float16 is not).
 SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
@@ -51,6 +53,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """A strided real floating tensor that holds every value of `tensor`; None where there is none (integers,
     no data)."""
     tensor = _unwrap(tensor)
+    if _has_no_data(tensor):
+        return None
     layout = tensor.layout
     if layout is torch.sparse_coo:
         tensor = tensor._values()
@@ -62,7 +66,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
             if layout is getattr(torch, "jagged", None)
             else torch.cat([t.flatten() for t in tensor.unbind()])
         )
-    if tensor.dtype not in FLOATING or tensor.is_meta:
+    if tensor.dtype not in FLOATING:
         return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -73,6 +77,10 @@ def values_of(tensor: Tensor) -> Tensor | None:
     ):  # float8 has neither aminmax nor isinf; every value of it is exact in float32
         tensor = tensor.float()
     return tensor
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _unwrap(tensor: Tensor) -> Tensor:
@@ -104,8 +112,8 @@ def examine(tensor: Tensor) -> int:
 def unseen() -> Iterator[None]:
     """Inside, autograd and every mode are off; tensor subclasses keep their own handlers."""
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())
         if torch._C._len_torch_dispatch_stack():
             stack.enter_context(_disable_current_modes())
         yield
@@ -181,7 +189,7 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).replace("torch.", "")
     values = values_of(tensor)
     if values is None:
-        values = None if tensor.is_meta or tensor.dtype is torch.bool else tensor
+        values = None if _has_no_data(tensor) or tensor.dtype is torch.bool else tensor
     if values is None or values.numel() == 0:
         return TensorStats(name, shape, dtype, numel=tensor.numel(), zeros=_false_count(tensor))
     if values.dtype not in FLOATING:
@@ -206,7 +214,7 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
 
 
 def _false_count(tensor: Tensor) -> int:
-    if tensor.is_meta or tensor.dtype is not torch.bool:
+    if _has_no_data(tensor) or tensor.dtype is not torch.bool:
         return 0
     return int((~tensor).sum())
 
