@@ -289,8 +289,9 @@ def test_a_gradient_that_is_nan_though_the_loss_is_not() -> None:
     assert_equal(training.state(), before)
     culprit = caught.value.report.culprits[0]
     assert culprit.phase == "backward"
-    assert culprit.forward is not None
-    assert culprit.forward.op_name == "aten.sqrt.default"
+    if culprit.forward is not None or hasattr(torch._C._autograd, "_get_sequence_nr"):  # not in torch 2.0
+        assert culprit.forward is not None
+        assert culprit.forward.op_name == "aten.sqrt.default"
     assert caught.value.report.target_name == "model.last.bias.grad"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherlorch import health
+from sherlorch.compat import eagerly
 from sherlorch.errors import UntracedTensorError
 from sherlorch.graph import OpNode
 from sherlorch.guard.run import Run, Stopped, listening
@@ -36,12 +36,6 @@ class Replay:
     notes: tuple[str, ...] = ()  # on what differs from the first run, where the fault did not come back
 
 
-def eager() -> AbstractContextManager[Any]:
-    """Inside, compiled functions run as they were written."""
-    stance = getattr(getattr(torch, "compiler", None), "set_stance", None)
-    return stance("force_eager") if stance is not None else nullcontext()
-
-
 def replay_step(
     step: Step,
     run: Run,
@@ -58,7 +52,7 @@ def replay_step(
     result: Any = None
     problem: Exception | None = None
     use(run)
-    with eager(), counter, tracker, listening(run):
+    with eagerly(), counter, tracker, listening(run):
         for name, model in models.items():
             tracker.watch(plain(model), name=name)
         try:
@@ -203,7 +197,7 @@ def take_culprit(
     taker = _Taker(call, (health.NAN if node.has_nan else 0) | (health.INF if node.has_inf else 0))
     use(run)
     try:
-        with eager(), taker, listening(run):
+        with eagerly(), taker, listening(run):
             step()
     except Stopped:
         pass

@@ -98,6 +98,8 @@ class Guard:
             return step(*args, **kwargs)
         state, run = self._state, Run()
         run.on_scaler = self._meet_scaler
+        for optimizer in self._optimizers:
+            _listens(optimizer)
         state.remember((args, kwargs))
         self._run = run
         cause: Exception | None = None
@@ -424,6 +426,15 @@ def _hook(optimizer: Any, guard: Guard) -> None:
 
     handle = optimizer.register_step_pre_hook(before_write)
     weakref.finalize(guard, handle.remove)
+
+
+def _listens(optimizer: Any) -> None:
+    """See to it that the optimizer's hooks are called: Dynamo of torch 2.0 takes them off its class."""
+    cls = type(optimizer)
+    code = getattr(cls.step, "__code__", None)
+    if code is not None and "pre_hook" not in code.co_varnames and hasattr(cls, "profile_hook_step"):
+        cls.step = optimizer.profile_hook_step(cls.step)
+        cls.step.hooked = True
 
 
 def _evaluates_once(optimizer: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sherlorch import source
+from sherlorch.compat import CAN_MARK, never_compile
 
 
 class Stopped(BaseException):
@@ -69,6 +70,7 @@ def _name_of(tensor: Tensor) -> str:
 _local = threading.local()
 _lock = threading.Lock()
 _listening = 0
+_taps: tuple[Any, Any] = (None, None)
 _amp: Any = torch.amp if hasattr(torch.amp, "GradScaler") else torch.cuda.amp
 _scaler_class: Any = _amp.GradScaler
 _backward = torch.autograd.backward
@@ -91,18 +93,26 @@ def _tapped_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 functools.update_wrapper(_tapped_backward, _backward)
 functools.update_wrapper(_tapped_scale, _scale)
+never_compile(_tapped_backward.__code__)
+never_compile(_tapped_scale.__code__)
+
+
+def _tap(function: Any) -> Any:
+    """Kept away from Dynamo, which would take the backward call behind it into its graph."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.disable(function) if dynamo is not None and not CAN_MARK else function
 
 
 @contextmanager
 def listening(run: Run) -> Iterator[None]:
     """Inside, the run hears of each backward call and of gradient scalers."""
-    global _listening, _backward, _scale
+    global _listening, _backward, _scale, _taps
     outer = getattr(_local, "run", None)
     with _lock:
         if not _listening:
             _backward, _scale = torch.autograd.backward, _scaler_class.scale
-            torch.autograd.backward = _tapped_backward
-            _scaler_class.scale = _tapped_scale
+            _taps = _tap(_tapped_backward), _tap(_tapped_scale)
+            torch.autograd.backward, _scaler_class.scale = _taps
         _listening += 1
     _local.run = run
     try:
@@ -113,7 +123,7 @@ def listening(run: Run) -> Iterator[None]:
             _listening -= 1
             if not _listening:
                 # Where someone else has put a tap over this one, this one stays below it and hears nothing.
-                if torch.autograd.backward is _tapped_backward:
+                if torch.autograd.backward is _taps[0]:
                     torch.autograd.backward = _backward
-                if _scaler_class.scale is _tapped_scale:
+                if _scaler_class.scale is _taps[1]:
                     _scaler_class.scale = _scale
