@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import sys
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -72,8 +73,26 @@ def line_of(code: CodeType, instruction: int) -> int:
 
 
 def location_of(code: CodeType, instruction: int) -> str:
-    """``path/file.py:19`` of a bytecode offset."""
-    return f"{code.co_filename}:{line_of(code, instruction)}"
+    """``path/file.py:19`` of a bytecode offset; ``In[3]:19`` in the third cell of a notebook."""
+    return f"{_cell_of(code.co_filename) or code.co_filename}:{line_of(code, instruction)}"
+
+
+def _cells() -> dict[str, int]:
+    """What IPython calls the sources of the cells that ran, with their numbers; empty outside of IPython."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    compiler = getattr(get_shell() if get_shell is not None else None, "compile", None)
+    numbers: dict[str, int] = getattr(compiler, "_filename_map", {})
+    return numbers
+
+
+def _cell_of(path: str) -> str:
+    number = _cells().get(path)
+    return f"In[{number}]" if number is not None else ""
+
+
+def _file_of(path: str) -> str:
+    """Where `linecache` finds the source of a location's path."""
+    return next((file for file in _cells() if _cell_of(file) == path), path)
 
 
 def short(location: str | None) -> str:
@@ -84,4 +103,4 @@ def short(location: str | None) -> str:
 def text_of(location: str) -> str:
     """The stripped source text of a ``path/file.py:19``; empty where the file cannot be read."""
     path, _, line = location.rpartition(":")
-    return linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+    return linecache.getline(_file_of(path), int(line)).strip() if line.isdigit() else ""
