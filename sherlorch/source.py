@@ -104,3 +104,16 @@ def text_of(location: str) -> str:
     """The stripped source text of a ``path/file.py:19``; empty where the file cannot be read."""
     path, _, line = location.rpartition(":")
     return linecache.getline(_file_of(path), int(line)).strip() if line.isdigit() else ""
+
+
+def lines_around(location: str, context: int) -> tuple[int, list[str]]:
+    """The number of the first, and the lines up to `context` before and after a ``path/file.py:19``.
+
+    None where the file cannot be read.
+    """
+    path, _, line = location.rpartition(":")
+    lines = linecache.getlines(path) if line.isdigit() else []
+    if not line.isdigit() or int(line) > len(lines):
+        return 0, []
+    first = max(1, int(line) - context)
+    return first, [text.rstrip() for text in lines[first - 1 : int(line) + context]]

@@ -18,7 +18,7 @@ LAYERS = [
     {"passes", "guard", "pytest_plugin"},
     {"callbacks"},
     {""},
-    {"demo"},
+    {"demo", "commands"},
     {"cli"},
     {"__main__"},
 ]

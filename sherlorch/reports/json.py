@@ -8,9 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from sherlorch.graph import OpNode
-from sherlorch.reports.report import DiagnosisReport
+from sherlorch.reports.report import DiagnosisReport, kind_of
+from sherlorch.reports.text import verdict
+from sherlorch.source import lines_around
 
 SCHEMA = 1
+_LINES_AROUND = 4
 
 
 def to_dict(report: DiagnosisReport) -> dict[str, Any]:
@@ -19,13 +22,15 @@ def to_dict(report: DiagnosisReport) -> dict[str, Any]:
         "schema": SCHEMA,
         "ok": report.ok,
         "target_name": report.target_name,
-        "target": _node(report.target) if report.target is not None else None,
+        "target": node_to_dict(report.target) if report.target is not None else None,
         "culprits": [
             {
-                **_node(culprit),
+                **node_to_dict(culprit),
+                "verdict": " ".join(line.strip() for line in verdict(report, culprit)),
+                "source": _source(culprit),
                 "explanation": asdict(report.explanations[culprit.seq]),
-                "path": [_node(node) for node in report.paths.get(culprit.seq, [])],
-                "causes": [_node(node) for node in report.causes.get(culprit.seq, [])],
+                "path": [node_to_dict(node) for node in report.paths.get(culprit.seq, [])],
+                "causes": [node_to_dict(node) for node in report.causes.get(culprit.seq, [])],
             }
             for culprit in report.culprits
         ],
@@ -35,8 +40,8 @@ def to_dict(report: DiagnosisReport) -> dict[str, Any]:
         "notes": list(report.notes),
         "text": str(report),
     }
-    plain: dict[str, Any] = _plain(data)
-    return plain
+    result: dict[str, Any] = plain(data)
+    return result
 
 
 def render(report: DiagnosisReport, **options: Any) -> str:
@@ -44,12 +49,20 @@ def render(report: DiagnosisReport, **options: Any) -> str:
     return json.dumps(to_dict(report), **{"allow_nan": False, "indent": 2, **options})
 
 
-def _node(node: OpNode) -> dict[str, Any]:
+def _source(node: OpNode) -> dict[str, Any] | None:
+    first, lines = lines_around(node.location, _LINES_AROUND) if node.location else (0, [])
+    return {"first": first, "lines": lines} if lines else None
+
+
+def node_to_dict(node: OpNode) -> dict[str, Any]:
+    """The attributes of a node, what it holds in words, its relatives and its evidence."""
     evidence = node.evidence
     forward = node.forward
     return {
         **node.attributes(),
         "shape": list(node.shape),
+        "state": "finite" if node.is_finite else kind_of(node),
+        "moves": bool(node._record.facts.moves),
         "parents": [parent.seq for parent in node.parents],
         "forward": forward.seq if forward is not None else None,
         "forward_op": forward.op_name if forward is not None else None,
@@ -57,11 +70,12 @@ def _node(node: OpNode) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` in what JSON knows; numbers that it does not know are strings."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):

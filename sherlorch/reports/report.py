@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from sherlorch.diagnosis import Diagnosis, Sighting
@@ -100,6 +101,18 @@ class DiagnosisReport:
 
         return render(self, **options)
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that needs no network: text, evidence, and a picture of the way to the target."""
+        from sherlorch.reports.html import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
+
+    def to_dot(self) -> str:
+        """The paths and what went into them as graphviz text: ``dot -Tsvg`` draws it."""
+        from sherlorch.reports.dot import render
+
+        return render(self)
+
     def save_repro(self, path: str | os.PathLike[str], *, small: bool = False) -> None:
         """Write the first culprit's call to a file for ``sherlorch replay``; `small`: only the bad rows.
 
@@ -116,6 +129,16 @@ class DiagnosisReport:
         from sherlorch.reports.text import render
 
         return render(self)
+
+    def _repr_html_(self) -> str:
+        from sherlorch.reports.notebook import render
+
+        return render(self)
+
+    def __rich__(self) -> Any:
+        from sherlorch.reports.colour import coloured
+
+        return coloured(str(self))
 
 
 def make_report(

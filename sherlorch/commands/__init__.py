@@ -1,0 +1,1 @@
+"""What the subcommands of `sherlorch` do: each returns an exit code or raises a `SherlorchError`."""
