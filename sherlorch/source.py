@@ -112,7 +112,7 @@ def lines_around(location: str, context: int) -> tuple[int, list[str]]:
     None where the file cannot be read.
     """
     path, _, line = location.rpartition(":")
-    lines = linecache.getlines(path) if line.isdigit() else []
+    lines = linecache.getlines(_file_of(path)) if line.isdigit() else []
     if not line.isdigit() or int(line) > len(lines):
         return 0, []
     first = max(1, int(line) - context)
