@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import subprocess
@@ -466,6 +467,30 @@ def test_gradients_that_differ_elsewhere_point_at_nondeterminism() -> None:
     assert "of the other 5 gradients 4 are bit-equal in both runs" in text
     assert "a nondeterministic kernel" in text
     assert "use_deterministic_algorithms" in text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), KeyboardInterrupt()])
+def test_a_replay_that_fails_leaves_the_state_in_order(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replay_step(step: Callable[[], Any], run: Any, use: Callable[[Any], None], *_: Any) -> Any:
+        use(run)
+        with contextlib.suppress(BaseException):
+            step()
+        raise error
+
+    training = Training()
+    step = Guard(training.model, training.optimizer)(training.step)
+    step(good())
+    monkeypatch.setattr("sherlorch.guard.guard.replay_step", replay_step)
+    before = training.state()
+    with pytest.raises((NonFiniteError, KeyboardInterrupt)) as caught:
+        step(bad())
+    assert_equal(training.state(), before)
+    if caught.type is NonFiniteError:
+        assert str(caught.value).startswith("step 2: the loss is nan")
+        assert "the replay failed: RuntimeError: no kernel" in str(caught.value)
+    step(good())
 
 
 # The ways of training

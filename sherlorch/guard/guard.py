@@ -242,21 +242,30 @@ class Guard:
     # A fault
 
     def _explain(self, fault: Fault, step: Callable[[], Any], cause: Exception | None) -> None:
-        state = self._state
-        lost = state.put_back()
+        lost = self._state.put_back()
+        what = f"step {self.steps}: {fault}"
         if _is_distributed():
-            report = _untraced(
-                f"step {self.steps}: {fault}",
-                "not replayed: the other processes would have to run the step again too",
-            )
+            report = _untraced(what, "not replayed: the other processes would have to run the step again too")
         else:
+            try:
+                report = self._run_again(step, fault, lost)
+            except (
+                Exception
+            ) as problem:  # what went wrong with the step matters more, and is told all the same
+                report = _untraced(what, f"the replay failed: {type(problem).__name__}: {problem}")
+        self._tell(report, self._message(report, fault, lost), cause)
+
+    def _run_again(self, step: Callable[[], Any], fault: Fault, lost: list[str]) -> DiagnosisReport:
+        try:
             replay = self._replay(step, fault)
-            report = replay.report
-            if report.ok:
-                self._say_not_reproduced(report, fault, replay, lost)
+            self._state.put_back()
+            if replay.report.ok:
+                self._say_not_reproduced(replay.report, fault, replay, lost)
             else:
                 self._take_culprit(step, fault, replay)
-        self._tell(report, self._message(report, fault, lost), cause)
+        finally:
+            self._state.put_back()
+        return replay.report
 
     def _use(self, run: Run) -> None:
         self._run = run
@@ -268,7 +277,6 @@ class Guard:
         gradients = {names[id(p)]: p.grad for p in self._state.parameters() if p.grad is not None}
         if replay.report.ok:
             replay.notes = differences(fault, replay.losses, gradients)
-        self._state.put_back()
         return replay
 
     def _gradients(self) -> list[Tensor]:
@@ -282,7 +290,6 @@ class Guard:
         repro, problem = take_culprit(
             step, Run(is_replay=True, stop_at=fault.look), self._use, node, replay.call
         )
-        self._state.put_back()
         if repro is not None:
             repro.verdict = str(replay.report).partition("\n")[0]
         replay.report.repro, replay.report.repro_problem = repro, problem
