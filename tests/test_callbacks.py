@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -55,6 +56,14 @@ def assert_finite(module: nn.Module) -> None:
     assert all(bool(torch.isfinite(value).all()) for value in module.state_dict().values())
 
 
+def imported(name: str) -> Any:
+    """A module, or a skipped test: a framework may be missing, or too new for this torch."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"{name}: {error}")
+
+
 def assert_told(folder: Path, stem: str) -> None:
     """The report is in files, and the repro brings the fault back."""
     text = (folder / f"{stem}.txt").read_text()
@@ -72,7 +81,7 @@ def assert_told(folder: Path, stem: str) -> None:
 
 @pytest.fixture
 def lightning() -> Any:
-    return pytest.importorskip("lightning.pytorch")
+    return imported("lightning.pytorch")
 
 
 def fit(
@@ -293,8 +302,7 @@ def test_lightning_does_not_leave_a_loss_that_is_nan_to_the_scaler(
 
 def train(folder: Path, callback: Any, *, data: Data | None = None, **options: Any) -> Any:
     """A short training with a real Trainer; what it returns has `.before` and, if it raised, `.error`."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    transformers = imported("transformers")
 
     class Recorder(transformers.Trainer):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
@@ -338,11 +346,8 @@ def train(folder: Path, callback: Any, *, data: Data | None = None, **options: A
 
 @pytest.fixture
 def callback_class() -> Any:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    from sherlorch.callbacks.transformers import SherlorchCallback
-
-    return SherlorchCallback
+    imported("accelerate")
+    return imported("sherlorch.callbacks.transformers").SherlorchCallback
 
 
 @quiet
@@ -419,7 +424,7 @@ def test_a_callback_outside_of_a_trainer_says_what_to_do(callback_class: Any) ->
 
 @quiet
 def test_a_guard_around_a_step_of_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = imported("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(0)
     network = Network()
