@@ -27,6 +27,20 @@ class Diagnosis:
     )  # culprit.seq -> constants that it turned into damage
 
 
+def _born(record: Record) -> int:
+    """State flags of what went bad here for a reason of its own."""
+    return record.extra.born if record.extra is not None else 0
+
+
+def _bad_parents(record: Record, nan_first: bool) -> list[Record]:
+    """Where a record may have what is bad about it from: where its NaN is from, if that is asked first."""
+    bad = [parent for parent in record.parents if parent.bits & NONFINITE]
+    if nan_first and record.bits & NAN:
+        with_nan = [parent for parent in bad if parent.bits & NAN]
+        return with_nan if with_nan or _born(record) & NAN else bad
+    return bad
+
+
 class _Walk:
     """The non-finite ancestors of a record, nearest first."""
 
@@ -36,10 +50,8 @@ class _Walk:
         child, queue = self.child, deque([target])
         while queue:
             record = queue.popleft()
-            bad = [parent for parent in record.parents if parent.bits & NONFINITE]
-            if nan_first and record.bits & NAN:
-                bad = [parent for parent in bad if parent.bits & NAN] or bad
-            if not bad or (record.extra is not None and record.extra.born):
+            bad = _bad_parents(record, nan_first)
+            if not bad or _born(record):
                 self.stops.append(record)
             for parent in bad:
                 if parent not in child:
@@ -93,6 +105,8 @@ def _blame(walk: _Walk, diagnosis: Diagnosis) -> set[Record]:
         culprit = _where_it_does_damage(walk.path(constant))
         if culprit is None or culprit in tainted:
             continue
+        if culprit is constant and not tainted.isdisjoint(walk.path(constant)):
+            continue  # the op on the way that went wrong by itself had absorbed it
         blamed.add(culprit)
         if culprit is not constant:
             causes = diagnosis.causes.setdefault(culprit.seq, [])
@@ -206,22 +220,23 @@ def earliest(
     for record in reversed(ordered):
         if not record.bits & CONSUMED or record in lasting:
             lasting.add(record)
-            lasting.update(parent for parent in record.parents if parent.bits & NONFINITE)
-    wrong = [record for record in ordered if _went_wrong(record)]
+            lasting.update(_bad_parents(record, nan_first=bool(_born(record))))
+    wrong = [record for record in ordered if went_wrong(record)]
     for record in wrong:
         if record in lasting:
             return record
     if backward_seen:
         return None
     suspects = [record for record in ordered if record.bits & GRAPH][:_MOST_SUSPECTS]
-    return next((record for record in suspects if any(map(_went_wrong, diagnose(record).culprits))), None)
+    return next((record for record in suspects if any(map(went_wrong, diagnose(record).culprits))), None)
 
 
 def _stays_bad(record: Record) -> bool:
     return bool(record.bits & NONFINITE) and not record.bits & LEAF and record.facts.base != _SKIPS_THE_STEP
 
 
-def _went_wrong(record: Record) -> bool:
+def went_wrong(record: Record) -> bool:
+    """Does the record start or convert something bad, rather than carry it on or hold what was meant?"""
     if record.facts.uninitialised and record.extra is None:
         return False  # never read
     return _is_fault(record) or origin_of(record) == "converted"

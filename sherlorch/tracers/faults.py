@@ -41,18 +41,19 @@ class Examiner:
             inputs |= parent.bits & NONFINITE
         if plan.moves and inputs:
             return state, None
+        born = 0
         if not inputs:
             named = _meant(plan, args, kwargs, state)
             if named:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
-        elif inputs & NAN or not state & NAN:  # propagated
+        else:
             born = self._newly_bad(plan, args, kwargs, out, old)
             if born and _meant(plan, args, kwargs, born):
                 born = 0
-            if not born and not (plan.combines and self._reruns < _MOST_RERUNS):
+            propagated = inputs & NAN or not state & NAN
+            if propagated and not born and not (plan.combines and self._reruns < _MOST_RERUNS):
                 return state, None  # a reduction may be where a constant does its damage
-            return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
-        return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old))
+        return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
 
     def _evidence(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> Evidence | None:
         try:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdRef
 
 from sherlorch import health, source
 from sherlorch.compat import get_sequence_nr
+from sherlorch.diagnosis import went_wrong
 from sherlorch.graph import (
     ALIAS,
     BACKWARD,
@@ -30,7 +31,6 @@ from sherlorch.graph import (
     OpFacts,
     Record,
     Scope,
-    origin_of,
 )  # fmt: skip
 from sherlorch.health import NAN, NONFINITE, SUMMED
 from sherlorch.source import short
@@ -298,13 +298,12 @@ class Ledger:
 
     def _suspects(self, loss: Record) -> tuple[Record, ...]:
         """Faults before a finite `loss` that went no further, but through which autograd differentiates."""
-        suspects = [record for record in self.faults if record.bits & GRAPH and record.seq < loss.seq]
-        wrong = [
-            record
-            for record in suspects
-            if origin_of(record) in ("introduced", "converted") or (record.extra and record.extra.born)
-        ]
-        return tuple(wrong[:_MOST_SUSPECTS])
+        wrong: dict[Record, None] = {}
+        for record in self.faults:
+            earlier = record.seq < loss.seq
+            if earlier and (went_wrong(record) or any(parent in wrong for parent in record.parents)):
+                wrong[record] = None
+        return tuple(record for record in wrong if record.bits & GRAPH)[:_MOST_SUSPECTS]
 
     def note_gradient(self, gradient: Tensor) -> None:
         """Function level: the program read this tensor as a ``grad``."""

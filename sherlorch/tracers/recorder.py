@@ -444,18 +444,22 @@ class Recorder(Ledger):
         back as an argument.
         """
         changed: dict[int, Record] = {}
+        found: list[Record] = []
         for tensor in tensors_in(values):
             if tensor.dtype not in self.floating or not tensor.is_cpu or self.defer:
                 continue
             held = anchor(tensor)
             known = self.find(tensor)
-            if held is None or known is None or known.bits & NONFINITE or not self.scan(held):
+            if held is None or known is None or not (known.bits & NONFINITE or self.scan(held)):
                 continue
             if written is not None and share_memory(written, held):
                 continue
-            changed[id(known)] = self.written_unseen(held)
-        parents = tuple(changed.get(id(parent), parent) for parent in parents)
-        if self.bad_number is not None and not changed and takes_bad_number(plan, values):
+            if not known.bits & NONFINITE:
+                changed[id(known)] = self.written_unseen(held)
+            elif known not in parents:  # found out when an earlier result of this call was looked at
+                found.append(known)
+        parents = (*(changed.get(id(parent), parent) for parent in parents), *found)
+        if self.bad_number is not None and takes_bad_number(plan, values):
             parents = (*parents, self.bad_number)
         bits = 0
         for parent in parents:

@@ -18,6 +18,7 @@ from sherlorch import health
 from sherlorch.health import FLOATING
 from sherlorch.tracers.plan import Plan
 
+_OPAQUE = frozenset({"workspace", "reserve", "reserveSpace"})  # bytes that carry bad values past any repair
 _HARMLESS = 0.5  # a value at which hardly any function is singular
 
 
@@ -27,6 +28,8 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     if out.layout is not torch.strided or out.is_nested or plan.moves:
         return 0
     named = plan.name_arguments(args, kwargs)
+    if not _OPAQUE.isdisjoint(named):
+        return 0
     written = [name for name, value in named.items() if value is out]
     if written and not all(name in old for name in written):
         return 0
