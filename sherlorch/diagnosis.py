@@ -239,4 +239,6 @@ def went_wrong(record: Record) -> bool:
     """Does the record start or convert something bad, rather than carry it on or hold what was meant?"""
     if record.facts.uninitialised and record.extra is None:
         return False  # never read
+    if record.bits & LEAF and not record.bits & CONSUMED:
+        return False  # data that nothing computed with
     return _is_fault(record) or origin_of(record) == "converted"

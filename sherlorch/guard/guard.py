@@ -217,7 +217,7 @@ class Guard:
                         f"and its scale fell to {scale:g}"
                     ]
                 )
-        elif run.looks:
+        elif run.looks or run.scaler._get_growth_tracker() > 0:  # it counts the steps since the last fall
             self._falls = 0
         self._scale = scale
         return None
