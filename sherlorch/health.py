@@ -39,7 +39,7 @@ def scan(tensor: Tensor) -> int:
     finite proves
     nothing (it may have overflowed), so then the elements themselves are asked.
     """
-    if tensor.dtype in SUMMED:
+    if tensor.dtype in SUMMED and not tensor._is_zerotensor():
         try:
             total = tensor.item() if tensor.dim() == 0 else _sum(tensor).item()
         except (RuntimeError, NotImplementedError):
@@ -80,7 +80,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def _has_no_data(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    # The zeros of forward-mode differentiation have no memory: below the dispatcher a kernel reads address 0.
+    return tensor.is_meta or tensor._is_zerotensor() or isinstance(tensor, FakeTensor)
 
 
 def _unwrap(tensor: Tensor) -> Tensor:

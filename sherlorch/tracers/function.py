@@ -61,13 +61,13 @@ class FunctionTracer(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **(kwargs or _NOTHING))
         frame = _getframe(1)
-        if plan.base == "backward" and args and isinstance(args[0], Tensor):
-            self.recorder.note_backward(plan, args[0], frame)
+        if plan.base == "backward":
+            self.recorder.note_backward(plan, (args, kwargs), frame)
         if plan.writes or (kwargs and "out" in kwargs):
             return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if plan.is_gradient and out is not None:
-            self.recorder.note_gradient(out)
+            self.recorder.note_gradients(plan, out)
         kind = kinds.get(type(out))
         if kind is None:
             kind = kind_of(type(out))

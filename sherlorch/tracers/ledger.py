@@ -236,7 +236,8 @@ class Ledger:
 
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
-        if dtype in SUMMED and self.usual and self.keep_all and not self.has_names and tensor.is_cpu:
+        usual = self.usual and self.keep_all and not self.has_names
+        if usual and dtype in SUMMED and tensor.is_cpu and not tensor._is_zerotensor():
             total = tensor.sum().item() if self.below_autograd else self.total(tensor)
             if total - total == 0:  # the usual leaf, without calls of its own
                 seq = self.seq = self.seq + 1
@@ -306,7 +307,7 @@ class Ledger:
         return tuple(record for record in wrong if record.bits & GRAPH)[:_MOST_SUSPECTS]
 
     def note_gradient(self, gradient: Tensor) -> None:
-        """Function level: the program read this tensor as a ``grad``."""
+        """Function level: the program got this tensor as a gradient."""
         if len(self.gradients) >= _GRADIENTS_KEPT:
             self.gradients = {number: ref for number, ref in self.gradients.items() if ref() is not None}
         self.gradients[id(gradient)] = weakref.ref(gradient)

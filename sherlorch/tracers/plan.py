@@ -117,7 +117,8 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.call = func._op
     law = law_of_overload(func)
     plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
-    plan.conditional = fast and law is None and has_conditional_law(func)
+    # Zeros without memory must not be summed in the usual way.
+    plan.conditional = (fast and law is None and has_conditional_law(func)) or base == "_efficientzerotensor"
     plan.bounded = law is Law.BOUNDED
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and _views(schema))
     plan.writes = traits.written_arguments(schema, base)

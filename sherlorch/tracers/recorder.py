@@ -594,10 +594,20 @@ class Recorder(Ledger):
         except Exception as problem:
             self.miss(_READ, problem)
 
-    def note_backward(self, plan: Plan, loss: Tensor, frame: Any) -> None:
+    def note_backward(self, plan: Plan, losses: Any, frame: Any) -> None:
         """Function level: gradients seen from now on come from this call."""
         try:
-            self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
+            loss = next(tensors_in(losses), None)
+            if loss is not None:
+                self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
+        except Exception as problem:
+            self.miss(plan, problem)
+
+    def note_gradients(self, plan: Plan, out: Any) -> None:
+        """Function level: a call handed out gradients."""
+        try:
+            for gradient in tensors_in(out):
+                self.note_gradient(gradient)
         except Exception as problem:
             self.miss(plan, problem)
 
