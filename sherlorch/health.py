@@ -91,11 +91,20 @@ def _unwrap(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest value, NaN if there is one."""
+    try:
+        low, high = _aminmax(values)
+    except RuntimeError:  # half precision on the CPU before torch 2.2
+        low, high = _aminmax(values.float())
+    return low, high
+
+
 def _look_closely(tensor: Tensor) -> int:
     values = values_of(tensor)
     if values is None or values.numel() == 0:
         return FINITE
-    low, high = (bound.item() for bound in _aminmax(values))
+    low, high = (bound.item() for bound in _bounds(values))
     if low - low == 0 and high - high == 0:
         return FINITE
     if low == low:
@@ -134,7 +143,7 @@ def begin_scan(tensor: Tensor, mask: bool = False) -> tuple[Tensor, ...] | None:
     values = values_of(tensor)
     if values is None or values.numel() == 0:
         return None
-    low, high = _aminmax(values)
+    low, high = _bounds(values)
     looks = (low, high, torch.isinf(values).any())
     return (*looks, ((values == 0) | torch.isneginf(values)).all()) if mask else looks
 
@@ -194,12 +203,12 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
     if values is None or values.numel() == 0:
         return TensorStats(name, shape, dtype, numel=tensor.numel(), zeros=_false_count(tensor))
     if values.dtype not in FLOATING:
-        low, high = (int(v) for v in _aminmax(values))
+        low, high = (int(v) for v in _bounds(values))
         return TensorStats(
             name, shape, dtype, low, high, zeros=int((values == 0).sum()), numel=values.numel()
         )
     finite = values[torch.isfinite(values)]
-    low, high = (float(v) for v in _aminmax(finite)) if finite.numel() else (None, None)  # type: ignore[assignment]
+    low, high = (float(v) for v in _bounds(finite)) if finite.numel() else (None, None)  # type: ignore[assignment]
     return TensorStats(
         name,
         shape,
