@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
-from sherlorch import demo, replay
+from sherlorch import __version__, demo, replay
 from sherlorch.commands import ops, output, run, saved
 from sherlorch.errors import SherlorchError
-from sherlorch.reports import html
 
 CLEAN = 0
 CULPRIT_FOUND = 1
@@ -38,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"exit codes: {CLEAN} clean, {CULPRIT_FOUND} a culprit was found, {USAGE} wrong usage; "
         "`sherlorch run` keeps the program's own where it finds none",
     )
-    parser.add_argument("--version", action="version", version=f"sherlorch {metadata.version('sherlorch')}")
+    parser.add_argument("--version", action="version", version=f"sherlorch {__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_run(commands)
@@ -110,7 +108,8 @@ def _report(arguments: argparse.Namespace) -> int:
     data = saved.load(arguments.file)
     output.show(data["text"])
     if arguments.html is not None:
-        output.write(arguments.html, lambda path: path.write_text(html.page(data), encoding="utf-8"))
+        page = saved.page(arguments.file, data)
+        output.write(arguments.html, lambda path: path.write_text(page, encoding="utf-8"))
     return CLEAN if data["ok"] else CULPRIT_FOUND
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sherlorch.errors import SherlorchError
+from sherlorch.reports import html
 from sherlorch.reports.json import SCHEMA
 
 _NEEDED = {"ok": bool, "text": str, "culprits": list, "coverage": dict}
@@ -37,3 +38,11 @@ def load(name: str) -> dict[str, Any]:
         if not isinstance(data.get(key), kind):
             raise SherlorchError(f"`{name}` is a damaged report: `{key}` should be a {kind.__name__}")
     return data
+
+
+def page(name: str, data: dict[str, Any]) -> str:
+    """The page of what `load` gave; it knows the operations of the paths only."""
+    try:
+        return html.page(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SherlorchError(f"`{name}` is a damaged report, no page can be made of it: {error!r}") from error

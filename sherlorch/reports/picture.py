@@ -135,17 +135,17 @@ def _sides(step: Step, before: Step | None, known: dict[int, Node], causes: list
         return []
     came = _last(before)["seq"] if before is not None else None
     parents = [known[seq] for seq in step.get("parents", []) if seq != came and seq in known]
-    others = {node["seq"]: node for node in (_behind_views(parent, known) for parent in parents)}.values()
-    numbers = {node["seq"] for node in causes}
-    others = [*causes, *(node for node in others if node["seq"] not in numbers)]
-    return sorted(others, key=lambda node: bool(node.get("is_finite")))
+    made = [_behind_views(parent, known) for parent in parents]
+    others = {node["seq"]: node for node in (*causes, *made) if node["seq"] != came}
+    return sorted(others.values(), key=lambda node: bool(node.get("is_finite")))
 
 
 def _behind_views(node: Node, known: dict[int, Node]) -> Node:
     while node.get("moves") and not node.get("name") and len(node.get("parents", [])) == 1:
-        if node["parents"][0] not in known:
+        parent = known.get(node["parents"][0])
+        if parent is None or parent["seq"] >= node["seq"]:
             break
-        node = known[node["parents"][0]]
+        node = parent
     return node
 
 
@@ -227,6 +227,7 @@ def _close(drawing: _Drawing, title: str, start: tuple[float, int], depth: int) 
         f'<rect class="module" x="{x}" y="{top:.0f}" width="{width}" height="{drawing.y - top:.0f}" rx="8"/>'
         + _text(lines, _step_left() + _RAIL + 12, top + 13, "module-name")
     )
+    drawing.y += 6
 
 
 def _row(drawing: _Drawing, row: Row, culprit: Node, depth: int) -> None:
@@ -235,7 +236,7 @@ def _row(drawing: _Drawing, row: Row, culprit: Node, depth: int) -> None:
     sides = sides[:_MOST_SIDES]
     lines = _lines(step, culprit)
     height = 10 + _LINE * len(lines)
-    pills = [_wrap(_side_label(node), _SIDE - 14) for node in sides]
+    pills = [_wrap(_side_label(node, _module(step)), _SIDE - 14) for node in sides]
     beside = sum(12 + _LINE * len(pill) for pill in pills) + (_LINE if hidden > 0 else 0)
     if drawing.previous is not None:
         drawing.y = max(drawing.y, drawing.previous + _GAP)
@@ -264,9 +265,11 @@ def _row(drawing: _Drawing, row: Row, culprit: Node, depth: int) -> None:
     drawing.y = top + max(height, beside)
 
 
-def _side_label(node: Node) -> str:
+def _side_label(node: Node, module: str) -> str:
+    """Inside the box of its module, ``parameter model.head.weight`` is ``parameter weight``."""
     state = node.get("state", "finite")
-    return label(node) if state == "finite" else f"{label(node)} {state}"
+    name = label(node).replace(f" {module}.", " ") if module else label(node)
+    return name if state == "finite" else f"{name} {state}"
 
 
 def _lines(step: Step, culprit: Node) -> list[tuple[str, str]]:
