@@ -1,5 +1,7 @@
 """Compiled checks: the right line out of generated kernels, however the model is compiled."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,7 @@ def test_a_forward_fault_is_named() -> None:
         "aten.sum.default",
     ]
     assert "clamp_min" in str(report)
+    assert "largest magnitudes that went into aten.log.default: relu" in str(report)
     compiled.checks.reset()
     assert compiled.checks.diagnose().ok
 
@@ -200,10 +203,17 @@ def test_another_backend_is_refused_and_an_old_torch_told(monkeypatch: pytest.Mo
         Backend()(None, [])  # type: ignore[arg-type]
 
 
-def test_nothing_of_the_compiler_is_imported_before_it_is_used() -> None:
-    import subprocess
-    import sys
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    options = ["--sizes", "16", "--batch", "2", "--tokens", "4", "--rounds", "2", "--works", "forward"]
+    options += ["--variants", "with checks", "--out", str(tmp_path)]
+    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "compiled.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "compiled.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[2] for line in lines] == ["variant", "plain", "with checks"]
 
+
+def test_nothing_of_the_compiler_is_imported_before_it_is_used() -> None:
     check = "import sys, sherlorch.passes; print([m for m in sys.modules if m.startswith('torch._inductor')])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sherlorch.checks.records import Builder
 from sherlorch.checks.runs import clock, worth_keeping
 from sherlorch.checks.site import Site, shown
-from sherlorch.graph import Extra, Record
+from sherlorch.graph import Extra, OpNode, Record
 from sherlorch.health import INF, NAN
 from sherlorch.reports.report import Coverage, DiagnosisReport
 
@@ -120,20 +120,25 @@ class Log:
         self._read()
         builder = Builder()
         done: dict[int, list[Record]] = {}
+        largest: dict[Record, float] = {}
         for entry in self._bad:
-            self._records(builder, entry, done)
+            self._records(builder, entry, done, largest)
         coverage = Coverage(self.nodes, self.checks, self.nodes - self.checks)
         graphs = f"{self.runs} runs of {len(self.tables)} compiled graphs, nothing outside of them"
         coverage.notes = (graphs if self.runs else "no compiled graph has run yet",)
-        return builder.report(coverage)
+        report = builder.report(coverage)
+        report.notes = _magnitudes(report, largest)
+        return report
 
-    def _records(self, builder: Builder, entry: Entry, done: dict[int, list[Record]]) -> list[Record]:
+    def _records(
+        self, builder: Builder, entry: Entry, done: dict[int, list[Record]], largest: dict[Record, float]
+    ) -> list[Record]:
         known = done.get(id(entry))
         if known is not None:
             return known
         forward: Sequence[Record] = ()
         if entry.forward is not None:
-            forward = self._records(builder, entry.forward, done)
+            forward = self._records(builder, entry.forward, done, largest)
         table = entry.table
         flags = entry.read()
         extras = {
@@ -141,5 +146,22 @@ class Log:
             for place, slot in table.masks.items()
         }
         block = builder.block(table.sites, table.states(flags), extras, forward, table.known)
+        largest.update((block[place], flags[slot]) for place, slot in table.slots.items())
         done[id(entry)] = block
         return block
+
+
+def _magnitudes(report: DiagnosisReport, largest: Mapping[Record, float]) -> tuple[str, ...]:
+    """What a compiled graph has for evidence: how large the values were that went into the first culprit."""
+    found = []
+    for culprit in report.culprits[:1]:
+        for parent in culprit._record.parents:
+            while parent not in largest and len(parent.parents) == 1:
+                parent = parent.parents[0]
+            if math.isfinite(largest.get(parent, math.inf)):
+                found.append(f"{OpNode(parent).name or parent.facts.base} {largest[parent]:.3g}")
+    return (
+        (f"largest magnitudes that went into {report.culprits[0].op_name}: " + ", ".join(found),)
+        if found
+        else ()
+    )
