@@ -52,7 +52,7 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         plan = self._plans.get(id(func))
         if plan is None:
-            plan = self._plans[id(func)] = plan_overload(func, self._fast)
+            plan = self._plan(func)
         if types and any(
             hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types
         ):
@@ -77,6 +77,17 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as problem:
             self.recorder.miss(plan, problem)
         return out
+
+    def _plan(self, func: Any) -> Plan:
+        """The plan of an overload met for the first time."""
+        try:
+            plan = plan_overload(func, self._fast)
+        except Exception as problem:
+            name = str(func)
+            plan = Plan(func, name, name)
+            self.recorder.miss(plan, problem, "what is known of ")
+        self._plans[id(func)] = plan
+        return plan
 
 
 never_compile(DispatchTracer.__torch_dispatch__.__code__)

@@ -57,7 +57,7 @@ class FunctionTracer(TorchFunctionMode):
     ) -> Any:
         plan = self._plans.get(func)
         if plan is None:
-            plan = self._plans[func] = plan_function(func, self._fast)
+            plan = self._plan(func)
         if not self.enabled:
             return func(*args, **(kwargs or _NOTHING))
         frame = _getframe(1)
@@ -81,6 +81,17 @@ class FunctionTracer(TorchFunctionMode):
         elif type(out) is float and out - out != 0 and args and isinstance(args[0], Tensor):
             self.recorder.note_number(args[0])
         return out
+
+    def _plan(self, func: Any) -> Plan:
+        """The plan of a function met for the first time."""
+        try:
+            plan = plan_function(func, self._fast)
+        except Exception as problem:
+            name = getattr(func, "__name__", None) or type(func).__name__
+            plan = Plan(func, name, name)
+            self.recorder.miss(plan, problem, "what is known of ")
+        self._plans[func] = plan
+        return plan
 
 
 never_compile(FunctionTracer.__torch_function__.__code__)

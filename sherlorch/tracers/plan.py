@@ -82,7 +82,10 @@ class Plan(OpFacts):
     def name_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The call's arguments by name, in order."""
         names = self.arguments
-        named = {names[i] if i < len(names) else f"arg{i}": value for i, value in enumerate(args)}
+        named = {
+            names[i] if i < len(names) and names[i] not in kwargs else f"arg{i}": value
+            for i, value in enumerate(args)
+        }
         return {**named, **kwargs}
 
 
@@ -153,7 +156,15 @@ _NO_VALUES = frozenset(
         "retain_grad",
     }
 )
-_FUNCTION_STATS = frozenset({"batch_norm", "instance_norm"})
+_FUNCTION_STATS = frozenset(
+    {
+        "batch_norm",
+        "instance_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+    }
+)
 
 
 def plan_function(func: Any, fast: bool) -> Plan:
@@ -168,8 +179,9 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
     plan.bounded = law is Law.BOUNDED
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and plan.root in _SELECTING_VIEWS)
-    plan.ignored = name in _NO_VALUES
-    plan.is_gradient = name == "grad"
+    differentiates = func is torch.autograd.grad  # shares its name with the getter
+    plan.ignored = name in _NO_VALUES and not differentiates
+    plan.is_gradient = name == "grad" and not differentiates
     plan.by_element = name.startswith("_foreach_")
     plan.unmarked = name in _FUNCTION_STATS
     in_place = name.endswith("_") and not name.endswith("__") and name not in traits.MOVES_TENSOR
@@ -181,7 +193,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.in_place = in_place and not name.startswith("_") and not isinstance(func, FunctionType)
     plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
     plan.pointwise = _is_pointwise_function(plan.root)
-    plan.random = plan.root in _RANDOM
+    plan.random = plan.root in _RANDOM or differentiates  # neither can be computed again
     plan.arguments = _argument_names(func, plan.root)
     if name.startswith(_WRITES_UNCOUNTED):
         schema = _schema_of(name)
@@ -211,9 +223,19 @@ def _argument_names(func: Any, root: str) -> tuple[str, ...]:
 
 
 def _may_write(func: Any) -> bool:
-    """Python functions: torch's own write only if asked to work in place; others may do anything."""
+    """Python functions: torch's own write only if asked to work in place; others may do anything.
+
+    Of the built-in ones a few write statistics or noise (`_batch_norm_with_update`, `rrelu_with_noise`).
+    """
     if not isinstance(func, FunctionType):
-        return False
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            return False
+        return any(
+            argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
+            for overload in packet.overloads()  # type: ignore[no-untyped-call]
+            for argument in getattr(packet, overload)._schema.arguments
+        )
     return not func.__module__.startswith("torch.") or "inplace" in func.__code__.co_varnames
 
 

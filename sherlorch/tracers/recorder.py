@@ -155,7 +155,12 @@ class Recorder(Ledger):
             site = Site(code, instruction, scope, link, autograd)
             self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
             return
-        storage = out.untyped_storage()
+        try:
+            storage = out.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, opaque
+            site = Site(code, instruction, scope, link, autograd)
+            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+            return
         key = storage._cdata
         entry = table.get(key)  # type: ignore[assignment]
         shape = out.shape

@@ -33,13 +33,22 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     written = [name for name, value in named.items() if value is out]
     if written and not all(name in old for name in written):
         return 0
-    results = {name for position, name, _ in plan.writes if position < 0}
+    results = {name for position, name, _ in plan.writes if position < 0} | {"out"}
     inputs = {name: old.get(name, value) for name, value in named.items() if name not in results}
-    if plan.pointwise:
-        own = _untouched(out, [value for value in inputs.values() if isinstance(value, Tensor)])
+    if plan.has_schema and not results.isdisjoint(named):
+        return 0  # the overload cannot run without the memory it writes
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    if plan.pointwise and all(_broadcasts(tensor, out) for tensor in tensors):
+        own = _untouched(out, tensors)
     else:
         own = _bad_all_the_same(plan, inputs, kwargs, out)
     return own or _bad_this_once(plan, inputs, kwargs, out)
+
+
+def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
+    """Does each element of `out` belong to one of `tensor`? (`max` also names a reduction: none does.)"""
+    sizes = zip(tensor.shape[::-1], out.shape[::-1])
+    return tensor.dim() <= out.dim() and all(size in (1, of_out) for size, of_out in sizes)
 
 
 def _bad(tensor: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class Writing:
         training = self.kwargs.get(
             "training", self.kwargs.get("use_input_stats", self.args[5] if len(self.args) > 5 else False)
         )
-        return bool(training)
+        return bool(training) or self.plan.base == "_batch_norm_with_update"
 
     def _drop_unwritten(self) -> None:
         if self.versions is not None:
