@@ -27,6 +27,7 @@ FLOATING = frozenset(
 # Kinds whose range is wide enough for the sum of healthy values to stay finite as a rule (float16 is not).
 SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
 
+_MKLDNN = getattr(torch, "_mkldnn", None)
 _sum = torch.sum
 _aminmax = torch.aminmax
 Number = Union[int, float, complex]
@@ -53,11 +54,13 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """A strided real floating tensor that holds every value of `tensor`; None where there is none (integers,
     no data)."""
     tensor = _unwrap(tensor)
-    if _has_no_data(tensor):
+    if _has_no_memory(tensor) or isinstance(tensor, FakeTensor):
         return None
     layout = tensor.layout
     if layout is torch.sparse_coo:
         tensor = tensor._values()
+    elif layout is _MKLDNN:
+        tensor = tensor.to_dense()
     elif layout is not torch.strided and layout is not getattr(torch, "jagged", None):
         tensor = tensor.values()
     elif tensor.is_nested:
@@ -79,9 +82,9 @@ def values_of(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-def _has_no_data(tensor: Tensor) -> bool:
+def _has_no_memory(tensor: Tensor) -> bool:
     # The zeros of forward-mode differentiation have no memory: below the dispatcher a kernel reads address 0.
-    return tensor.is_meta or tensor._is_zerotensor() or isinstance(tensor, FakeTensor)
+    return tensor.is_meta or tensor._is_zerotensor()
 
 
 def _unwrap(tensor: Tensor) -> Tensor:
@@ -143,9 +146,10 @@ def begin_scan(tensor: Tensor, mask: bool = False) -> tuple[Tensor, ...] | None:
     values = values_of(tensor)
     if values is None or values.numel() == 0:
         return None
-    low, high = _bounds(values)
-    looks = (low, high, torch.isinf(values).any())
-    return (*looks, ((values == 0) | torch.isneginf(values)).all()) if mask else looks
+    looks = [*_bounds(values), torch.isinf(values).any()]
+    if mask:
+        looks.append(((values == 0) | torch.isneginf(values)).all())
+    return tuple(look if type(look) is Tensor else torch.tensor(look.item()) for look in looks)
 
 
 def finish_scans(scans: Sequence[tuple[Tensor, ...]]) -> list[tuple[int, float, float, bool]]:
@@ -199,7 +203,7 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).replace("torch.", "")
     values = values_of(tensor)
     if values is None:
-        values = None if _has_no_data(tensor) or tensor.dtype is torch.bool else tensor
+        values = None if _has_no_memory(tensor) or tensor.dtype is torch.bool else tensor
     if values is None or values.numel() == 0:
         return TensorStats(name, shape, dtype, numel=tensor.numel(), zeros=_false_count(tensor))
     if values.dtype not in FLOATING:
@@ -224,7 +228,7 @@ def describe(tensor: Tensor, name: str) -> TensorStats:
 
 
 def _false_count(tensor: Tensor) -> int:
-    if _has_no_data(tensor) or tensor.dtype is not torch.bool:
+    if _has_no_memory(tensor) or tensor.dtype is not torch.bool:
         return 0
     return int((~tensor).sum())
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from sherlorch.tracers.memory import anchor, geometry, may_overlap
+from sherlorch.tracers.memory import anchor, geometry, inner_tensors, may_overlap
 
-SCALAR, TENSOR, NESTED = 0, 1, 2
+SCALAR, TENSOR, NESTED, WRAPPER = 0, 1, 2, 3
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 kinds: dict[type, int] = {
@@ -23,10 +24,12 @@ kinds: dict[type, int] = {
 
 
 def kind_of(cls: type) -> int:
-    """SCALAR, TENSOR or NESTED for the type of an argument, remembered in `kinds`."""
+    """SCALAR, TENSOR, NESTED or WRAPPER for the type of an argument, remembered in `kinds`."""
     kind = SCALAR
     if issubclass(cls, Tensor):
-        kind = TENSOR
+        kind = WRAPPER if hasattr(cls, "__tensor_flatten__") else TENSOR
+        if issubclass(cls, (UninitializedParameter, UninitializedBuffer)):
+            kind = SCALAR  # it has neither shape nor memory yet
     elif issubclass(cls, (list, tuple, dict)):
         kind = NESTED
     kinds[cls] = kind
@@ -34,7 +37,7 @@ def kind_of(cls: type) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and dicts, in order."""
+    """Every tensor in nested lists, tuples and dicts, in order; of a wrapper those that it consists of."""
     kind = kinds.get(type(value))
     if kind is None:
         kind = kind_of(type(value))
@@ -45,6 +48,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif kind == NESTED:
         for item in (value.start, value.stop, value.step):
+            yield from tensors_in(item)
+    elif kind == WRAPPER:
+        for item in inner_tensors(value):
             yield from tensors_in(item)
 
 

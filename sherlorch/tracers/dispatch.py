@@ -7,6 +7,7 @@ from sys import _getframe
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherlorch import health
@@ -56,6 +57,8 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(
             hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types
         ):
+            if any(issubclass(cls, FakeTensor) for cls in types):
+                return func(*args, **(kwargs or _NOTHING))  # it has no values, and runs below every mode
             return NotImplemented  # the subclass unwraps itself; the calls on what it wraps come here
         if not self.enabled:
             return plan.call(*args, **kwargs) if kwargs else plan.call(*args)

@@ -237,7 +237,7 @@ class Ledger:
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
         usual = self.usual and self.keep_all and not self.has_names
-        if usual and dtype in SUMMED and tensor.is_cpu and not tensor._is_zerotensor():
+        if usual and dtype in SUMMED and tensor.is_cpu and _has_plain_memory(tensor):
             total = tensor.sum().item() if self.below_autograd else self.total(tensor)
             if total - total == 0:  # the usual leaf, without calls of its own
                 seq = self.seq = self.seq + 1
@@ -406,7 +406,10 @@ class Ledger:
     def _wait(self, record: Record, tensor: Tensor | None, late: Late = _AT_ONCE) -> None:
         scan = None
         if not late.inherits and tensor is not None:
-            scan = health.begin_scan(tensor, mask=bool(record.bits & LEAF))
+            try:
+                scan = health.begin_scan(tensor, mask=bool(record.bits & LEAF))
+            except Exception as problem:
+                self.miss(record.facts, problem, "the values of ")
         self.pending.append((record, scan, late))
         if len(self.pending) >= _PENDING_LIMIT or self.on_fault is not None:
             self.resolve()
@@ -473,6 +476,10 @@ class Ledger:
         if held is None or held.dtype not in self.floating:
             return 0
         return self.scan(held) if held.is_cpu and not self.defer else PENDING
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
 
 
 def _condense(record: Record) -> None:

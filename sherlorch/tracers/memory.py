@@ -19,12 +19,13 @@ from torch import Tensor
 
 from sherlorch.compat import StorageReference
 from sherlorch.graph import ALIAS, PENDING, Record
-from sherlorch.health import NONFINITE, unseen
+from sherlorch.health import FLOATING, NONFINITE, unseen
 
 Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shape, strides, dtype
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
 _MANY_TWINS = 32
 _MANY_VIEWS = 64
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Entry(StorageReference):  # type: ignore[misc]
@@ -69,18 +70,26 @@ def geometry(tensor: Tensor) -> Geometry:
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """What a wrapper (DTensor, jagged nested...) consists of, the tensors with values first."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = [getattr(tensor, name) for name in names]
+    return sorted(found, key=lambda inner: inner.dtype not in FLOATING)
+
+
 def anchor(tensor: Tensor) -> Tensor | None:
     """The strided tensor whose memory holds the values of `tensor`; None where there is no such memory."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-        return anchor(tensor)
+        return anchor(torch._C._functorch.get_unwrapped(tensor))
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        inner = inner_tensors(tensor)
+        return anchor(inner[0]) if inner else None
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return tensor._values()
-    if layout is not torch.strided:
-        values = getattr(tensor, "values", None)
-        return anchor(values()) if values is not None else None
     try:
+        if layout is not torch.strided:
+            return anchor(tensor.values())
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None

@@ -73,6 +73,7 @@ _UNUSUAL = NONFINITE | PENDING
 _UNCOMMON = _UNUSUAL | GRADIENT
 _sum = torch.sum
 _current_autograd_node = torch._C._current_autograd_node
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _frame_kinds = source.kinds
 
 
@@ -398,10 +399,13 @@ class Recorder(Ledger):
         if any(out is arg for arg in args):
             return None
         held = anchor(out)
-        state = self.state_of(held)
+        state = self.state_of(held if held is not None else out)
         mark_consumed(parents)
         extra = None
-        if state & NONFINITE:
+        named: Sequence[float] = ()
+        if state & PENDING:
+            parents, named = self._named(plan, parents, (args, kwargs))
+        elif state & NONFINITE:
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
         self.seq += 1
         keep = self.keep_all or state & (NONFINITE | PENDING)
@@ -419,7 +423,7 @@ class Recorder(Ledger):
         else:
             self.memory.start(held, record)
         if state & (NONFINITE | PENDING):
-            self.settle(plan, held, record, parents)
+            self.settle(plan, held if held is not None else out, record, parents, named)
         return record
 
     def _record_elements(self, plan: Plan, args: Any, kwargs: Any, out: Sequence[Tensor], site: Site) -> None:
@@ -595,7 +599,7 @@ class Recorder(Ledger):
     def note_number(self, tensor: Tensor) -> None:
         """The program read a number that is not finite out of a tensor."""
         try:
-            self.bad_number = self.node_of(tensor)
+            self.bad_number = self.node_of(next(tensors_in(tensor)))
         except Exception as problem:
             self.miss(_READ, problem)
 
@@ -671,7 +675,10 @@ class Recorder(Ledger):
             usual = (
                 not bits & _UNCOMMON and self.usual and dtype in SUMMED and target.is_cpu and autograd is None
             )
-            entry = self.table.get(target.untyped_storage()._cdata) if usual else None
+            try:
+                entry = self.table.get(target.untyped_storage()._cdata) if usual else None
+            except (NotImplementedError, RuntimeError):  # a wrapper of functorch
+                entry = None
             if entry is not None and entry.views is None:
                 known = entry.node
                 shape = target.shape
@@ -734,7 +741,9 @@ class Recorder(Ledger):
         old: Any,
     ) -> Record:
         """Add the node of an argument that was just written."""
-        held = target if type(target) in PLAIN and target.layout is _strided else anchor(target)
+        held = target
+        if type(target) not in PLAIN or target.layout is not _strided or _is_functorch_wrapped(target):
+            held = anchor(target)
         dtype = target.dtype
         device = CPU if target.is_cpu else target.device
         state = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sherlorch import health
 from sherlorch.health import FLOATING
@@ -25,7 +25,7 @@ _HARMLESS = 0.5  # a value at which hardly any function is singular
 def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str, Tensor]) -> int:
     """State flags of the elements of `out` that are bad for a reason of this call's own; 0 where there are
     none."""
-    if out.layout is not torch.strided or out.is_nested or plan.moves:
+    if not _can_be_repaired((args, kwargs, out)) or plan.moves:
         return 0
     named = plan.name_arguments(args, kwargs)
     if not _OPAQUE.isdisjoint(named):
@@ -49,6 +49,15 @@ def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
     """Does each element of `out` belong to one of `tensor`? (`max` also names a reduction: none does.)"""
     sizes = zip(tensor.shape[::-1], out.shape[::-1])
     return tensor.dim() <= out.dim() and all(size in (1, of_out) for size, of_out in sizes)
+
+
+def _can_be_repaired(value: Any) -> bool:
+    """Sparse and nested tensors and those of functorch keep their bad values."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return not any(
+        isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or wrapped(leaf))
+        for leaf in tree_leaves(value)
+    )
 
 
 def _bad(tensor: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ class Writing:
         for name, value in named:
             in_list = isinstance(value, (list, tuple)) and plan.by_element
             for index, tensor in enumerate(tensors_in(value)):
-                self.versions.append(-2 if name == "out" or self._is_statistic(name) else version_of(tensor))
+                # A subclass that unwraps itself writes below the version counter.
+                certain = name == "out" or (name == 0 and plan.in_place) or self._is_statistic(name)
+                self.versions.append(-2 if certain else version_of(tensor))
                 reads = name != "out" and not (plan.overwrites and name == 0)
                 row = index if in_list else -1
                 yield tensor, row, reads or self._overlaps(tensor, name, name)
