@@ -53,9 +53,9 @@ def own_program() -> Iterator[None]:
     sys.modules["__main__"], sys.argv, sys.path[:] = main, arguments, path
 
 
-def command(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+def command(*arguments: object, warn: str = "error", **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "sherlorch", *map(str, arguments)],
+        [sys.executable, "-W", warn, "-m", "sherlorch", *map(str, arguments)],
         **{"capture_output": True, "text": True, "timeout": 300, "stdin": subprocess.DEVNULL, **options},
     )
 
@@ -254,6 +254,52 @@ def test_modules_have_names_and_can_be_saved_whole(write: Write, capsys: pytest.
     out = capsys.readouterr().out
     assert "at network.1.1, " in out
     assert Path(f"{script}.pt").exists()
+
+
+@pytest.mark.parametrize("level", ["aten", "function"])
+def test_a_compiled_module_is_no_trouble(level: str, write: Write) -> None:
+    script = write("""
+        import torch
+        from torch import nn
+
+        class Square(nn.Module):
+            def forward(self, x):
+                return x * x
+
+        model = torch.compile(nn.Sequential(nn.Linear(2, 2), Square()), backend="eager")
+        model(torch.ones(1, 2))
+        y = model(torch.full((1, 2), 1e38))
+        print("no NaN" if y.isfinite().all() else "overflow")
+    """)
+    # Dynamo itself warns of `.grad` under any function mode, which -W error makes an error of.
+    warn = "error" if level == "aten" else "default"
+    done = command("run", "--level", level, "--on-nonfinite", "report", script, warn=warn)
+    assert "hooks" not in done.stderr
+    assert done.stdout.startswith("overflow\n")
+    assert done.returncode == 1
+    assert "train.py:7" in done.stdout
+
+
+def test_a_fault_in_a_worker_is_told_by_the_worker(write: Write, tmp_path: Path) -> None:
+    script = write("""
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Scaled(Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                x = torch.arange(3.0) * index
+                return x / x.sum()
+
+        for batch in DataLoader(Scaled(), num_workers=1, multiprocessing_context="fork"):
+            pass
+    """)
+    done = command("run", "--html", tmp_path / "page.html", script)
+    assert done.returncode == 1
+    assert "NaN in the tensor was born in aten.div.Tensor (0 / 0) at train.py:11" in done.stdout
+    assert "another process" in done.stdout
 
 
 def test_many_steps_keep_memory_bounded_and_a_default_device_is_fine(

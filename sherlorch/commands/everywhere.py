@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
@@ -19,6 +21,8 @@ from sherlorch.graph import Record
 from sherlorch.modules import _ALWAYS, ModuleWatch
 from sherlorch.reports import DiagnosisReport
 from sherlorch.tracker import ProvenanceTracker
+
+_is_compiling: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
 
 
 class WatchEverywhere(ModuleWatch):
@@ -35,11 +39,13 @@ class WatchEverywhere(ModuleWatch):
 
     def start(self) -> None:
         """Listen to every module of this thread until `unwatch`."""
+        # Every hooked call of a compiled module would warn; the hooks have nothing to do there.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._handles.append(hooks.register_module_forward_pre_hook(self._enter))
         self._handles.append(hooks.register_module_forward_hook(self._leave, **_ALWAYS))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if _is_compiling() or threading.get_ident() != self._thread:
             return
         path = self._paths.get(module)
         if path is None:
@@ -48,7 +54,7 @@ class WatchEverywhere(ModuleWatch):
         self._on_change(path)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if _is_compiling() or threading.get_ident() != self._thread:
             return
         path = self._paths.get(module)
         while self._stack and self._stack.pop() != path:
@@ -61,7 +67,8 @@ class WatchEverywhere(ModuleWatch):
             f"{self._stack[-1]}.{kind}" if self._stack else _name_of(module, source.user_frame(frame)) or kind
         )
         for path, part in module.named_modules():
-            self._paths[part] = f"{root}.{path}" if path else root
+            inside = path.replace("_orig_mod.", "").replace("_orig_mod", "")  # of a compiled module
+            self._paths[part] = f"{root}.{inside}" if inside else root
         return root
 
 

@@ -138,6 +138,10 @@ def _tell(report: DiagnosisReport | None, ending: _Ending, tracker: ProgramTrack
     if ending.interrupted:
         lines += ["Interrupted. What was seen so far:", ""]
     lines.append(str(ending.fault) if report is None else str(report))
+    if report is None:
+        lines += _item(
+            "note", "another process of the program found this fault: no page and no JSON of it here"
+        )
     if ending.fault is not None:
         lines += _calls(ending.traceback)
         lines += _item(
