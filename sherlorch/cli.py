@@ -114,7 +114,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    print(ops.describe(arguments.name))
+    output.show(ops.describe(arguments.name))
     return CLEAN
 
 

@@ -157,3 +157,10 @@ def test_an_unknown_op_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith(
         "sherlorch ops: torch has no operation called `sofmax`; did you mean `softmax`"
     )
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reader = f"{sys.executable} -m sherlorch ops | head -n 1"
+    done = subprocess.run(reader, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "permutes: the state passes exactly, both ways; nothing is scanned\n"
+    assert done.stderr == ""

@@ -21,6 +21,7 @@ from sherlorch.graph import Record
 from sherlorch.modules import _ALWAYS, ModuleWatch
 from sherlorch.reports import DiagnosisReport
 from sherlorch.tracker import ProvenanceTracker
+from sherlorch.weak import weakly
 
 _is_compiling: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
 
@@ -92,7 +93,7 @@ class ProgramTracker(ProvenanceTracker):
         self.raised: DiagnosisReport | None = None
         self.steps = 0
         self._process = os.getpid()
-        self._modules = self._everywhere = WatchEverywhere(self._enter_module)
+        self._modules = self._everywhere = WatchEverywhere(weakly(self._enter_module))
 
     def __enter__(self) -> ProgramTracker:
         super().__enter__()

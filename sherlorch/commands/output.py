@@ -12,7 +12,18 @@ from sherlorch.reports import DiagnosisReport
 
 
 def show(text: str) -> None:
-    """Print a report's text; plain unless standard output is a terminal that wants colour."""
+    """Print a report's text; plain unless standard output is a terminal that wants colour.
+
+    A reader that has seen enough (``| head``) and went away is no error.
+    """
+    try:
+        _print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+
+
+def _print(text: str) -> None:
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         try:
             from rich.console import Console
