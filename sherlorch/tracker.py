@@ -22,6 +22,7 @@ from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
 from sherlorch.tracers.dispatch import DispatchTracer
 from sherlorch.tracers.function import FunctionTracer
 from sherlorch.tracers.recorder import Recorder
+from sherlorch.weak import weakly
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -92,7 +93,7 @@ class ProvenanceTracker:
         self.level = level
         self.on_nonfinite = on_nonfinite
         self.keep = keep
-        self._modules = ModuleWatch(self._enter_module)
+        self._modules = ModuleWatch(weakly(self._enter_module))
         self._module: str | None = None
         self._scopes: dict[tuple[str, str | None], Scope] = {}
         self._warned: set[str | None] = set()
@@ -105,9 +106,9 @@ class ProvenanceTracker:
             check_dtypes=_check_dtypes(check_dtypes),
             keep_all=keep == "all",
             defer=_defer,
-            leaf_name=self._name_leaf,
+            leaf_name=weakly(self._name_leaf),
             by_object=level == "function",
-            on_fault=None if on_nonfinite == "record" else self._fault,
+            on_fault=None if on_nonfinite == "record" else weakly(self._fault),
         )
         self._mode = self._make_mode()
 
@@ -132,7 +133,7 @@ class ProvenanceTracker:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(kind, error, traceback)
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -389,7 +390,9 @@ def _name_in(frame: FrameType, tensor: Tensor) -> str:
 
 
 def _why_untraced(tensor: Tensor, level: str, is_gradient: bool, traced: bool) -> str:
-    what = f"tensor of shape {tuple(tensor.shape)} and dtype {str(tensor.dtype).replace('torch.', '')}"
+    nested = tensor.is_nested and tensor.layout is torch.strided  # has no shape to tell
+    what = "nested tensor" if nested else f"tensor of shape {tuple(tensor.shape)}"
+    what += f" and dtype {str(tensor.dtype).replace('torch.', '')}"
     if is_gradient:
         return (
             f"the {what} is a gradient, and level='function' does not see the backward pass: "

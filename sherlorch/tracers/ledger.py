@@ -45,6 +45,7 @@ from sherlorch.tracers.faults import (
 )
 from sherlorch.tracers.memory import Memory, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
+from sherlorch.weak import weakly
 
 CPU = torch.device("cpu")
 _LEAF = OpFacts("leaf", "leaf", moves=True)
@@ -54,6 +55,7 @@ _MOST_SUSPECTS = 8
 _PENDING_LIMIT = 4096
 _KEPT_FOR_EACH_SITE = 64
 _MOST_CONDENSED_PARENTS = 8
+_LONGEST_REASON = 200  # torch lists every backend where an operator lacks one
 
 
 class Site(NamedTuple):
@@ -165,8 +167,8 @@ class Ledger:
         self.seq = 0
         self.inherited = 0
         self.unseen: dict[str, int] = {}
-        self._examiner = Examiner(self.miss)
-        self.memory = Memory(self._leaf, self._merged, self.state_of, self.by_object)
+        self._examiner = Examiner(weakly(self.miss))
+        self.memory = Memory(weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object)
         self.table = self.memory.table
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
@@ -398,7 +400,7 @@ class Ledger:
 
     def miss(self, plan: OpFacts, problem: BaseException, what: str = "") -> None:
         """Count what could not be recorded; the report tells."""
-        text = f"{what}{plan.name}: {type(problem).__name__}: {problem}".split("\n")[0]
+        text = f"{what}{plan.name}: {type(problem).__name__}: {problem}".split("\n")[0][:_LONGEST_REASON]
         self.unseen[text] = self.unseen.get(text, 0) + 1
 
     # Accelerators: states that are read later.
