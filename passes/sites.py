@@ -18,6 +18,7 @@ from sherlorch.checks.site import LEAF_FACTS, Input, named_values
 from sherlorch.graph import OpFacts
 from sherlorch.health import FLOATING
 from sherlorch.ops import Law, law_of_call
+from sherlorch.ops.lookup import has_conditional_law
 from sherlorch.tracers.plan import Plan, plan_function, plan_overload
 
 _INTERNAL = tuple(os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, errors))
@@ -129,6 +130,8 @@ def law_of_node(node: fx.Node, plan: Plan) -> Law | None:
         return Law.SELECTS
     if node.op not in ("call_function", "call_method") or plan.func is None:
         return None
+    if has_conditional_law(plan.func) and any("val" not in each.meta for each in node.all_input_nodes):
+        return None  # it depends on dtypes that a symbolic trace does not know
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val", each))
     try:
         return law_of_call(plan.func, args, kwargs)

@@ -140,6 +140,19 @@ def test_data_that_only_moves_gets_no_check() -> None:
     assert "relu" not in {site.facts.root for site in graph.checks.sites if site.checked}
 
 
+class Promoting(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.half(), y])  # 100000 is Inf in float16
+
+
+def test_a_law_that_depends_on_dtypes_needs_to_know_them() -> None:
+    inputs = (torch.ones(2), torch.tensor([100_000]))
+    for graph in (symbolic(Promoting()), torch.export.export(Promoting(), inputs).module()):
+        insert_checks(graph)
+        graph(*inputs)
+        assert "cat" in graph.checks.diagnose().culprits[0].op_name
+
+
 def test_the_laws_drop_what_they_make_redundant() -> None:
     graph = symbolic(Log())
     insert_checks(graph, everywhere=True)
