@@ -1,8 +1,7 @@
-"""Which node a tensor is: random programs of views and writes, after each step of which every node tells the truth."""
+"""Which node a tensor is: random programs of views and writes, each of whose nodes tells the truth."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 from collections.abc import Callable
@@ -371,12 +370,13 @@ def forget(p: Program) -> None:
 
 
 STEPS = [
-    make, make_literal, make_complex, use_outside, use_part_of_outside, empty_partly_written, view_part, transpose,
-    flatten, expand, diagonal, same_view, detach, data, as_strided, bits, halves, from_bits, real_parts, imaginary,
-    conjugate, halve_and_add, clone, join, choose, cast, average, fill, fill_part, fill_bits, zero, copy, copy_part,
-    copy_shifted, assign, assign_masked, assign_indexed, accumulate, fill_index, fill_mask, copy_index, fill_diagonal,
-    add_in_place, heal, out_of_add, out_of_part, out_resized, foreach_scale, foreach_copy, foreach_new, set_data,
-    set_data_to_new, set_storage, resize_smaller, swap_rows, forget,
+    make, make_literal, make_complex, use_outside, use_part_of_outside, empty_partly_written, view_part,
+    transpose, flatten, expand, diagonal, same_view, detach, data, as_strided, bits, halves, from_bits,
+    real_parts, imaginary, conjugate, halve_and_add, clone, join, choose, cast, average, fill, fill_part,
+    fill_bits, zero, copy, copy_part, copy_shifted, assign, assign_masked, assign_indexed, accumulate,
+    fill_index, fill_mask, copy_index, fill_diagonal, add_in_place, heal, out_of_add, out_of_part,
+    out_resized, foreach_scale, foreach_copy, foreach_new, set_data, set_data_to_new, set_storage,
+    resize_smaller, swap_rows, forget,
 ]  # fmt: skip
 
 numbers = st.lists(st.integers(0, 11), min_size=6, max_size=6)

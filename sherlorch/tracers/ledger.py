@@ -198,9 +198,10 @@ class Ledger:
             if not node.bits & NONFINITE:  # type: ignore[union-attr]
                 return node  # type: ignore[return-value]
         elif entry.more is None:
-            found = entry.views.get((tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype))
-            if found is not None:
-                return found
+            try:
+                return entry.views[(tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)]
+            except (KeyError, RuntimeError):  # nested tensors have no shape
+                pass
         return self.memory.read(entry, tensor)
 
     def _node_without_storage(self, tensor: Tensor) -> Record:
@@ -481,7 +482,7 @@ class Ledger:
 
 
 def _has_plain_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
 
 def _condense(record: Record) -> None:

@@ -88,7 +88,7 @@ def anchor(tensor: Tensor) -> Tensor | None:
     if layout is torch.sparse_coo:
         return tensor._values()
     try:
-        if layout is not torch.strided:
+        if layout is not torch.strided or tensor.is_nested:
             return anchor(tensor.values())
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -162,6 +162,8 @@ class Memory:
     def start_leaf(self, tensor: Tensor) -> Record:
         """First sight of an argument. A leaf that does not fill its storage speaks only for its own
         region."""
+        if tensor.is_nested:
+            tensor = tensor.values()
         storage = tensor.untyped_storage()
         record = self._leaf(tensor)
         entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
@@ -178,6 +180,8 @@ class Memory:
 
     def read(self, entry: Entry, tensor: Tensor) -> Record:
         """The node of `tensor` on a known storage."""
+        if tensor.is_nested:
+            tensor = tensor.values()
         if entry.views is None:
             node = entry.node
             assert node is not None

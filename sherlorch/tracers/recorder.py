@@ -111,7 +111,7 @@ class Recorder(Ledger):
                     elif entry.more is None:
                         try:
                             node = views[(arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)]
-                        except KeyError:
+                        except (KeyError, RuntimeError):  # nested tensors have no shape
                             node = self.memory.read(entry, arg)
                     else:
                         node = self.memory.read(entry, arg)
@@ -158,13 +158,13 @@ class Recorder(Ledger):
             return
         try:
             storage = out.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, opaque
+            shape = out.shape
+        except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
             site = Site(code, instruction, scope, link, autograd)
             self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
             return
         key = storage._cdata
         entry = table.get(key)  # type: ignore[assignment]
-        shape = out.shape
         dtype = out.dtype
         if entry is None:
             if plan.law and parents:
@@ -280,6 +280,7 @@ class Recorder(Ledger):
         """Add one result; None where it is one of the arguments itself."""
         try:
             storage = out.untyped_storage()
+            shape = out.shape
         except (NotImplementedError, RuntimeError):
             return self._add_loose(
                 plan, args, kwargs, out, parents, bits, Site(code, instruction, scope, link, autograd), call
@@ -326,7 +327,7 @@ class Recorder(Ledger):
             seq,
             call or seq,
             plan,
-            out.shape,
+            shape,
             dtype,
             device,
             state,
@@ -356,7 +357,6 @@ class Recorder(Ledger):
             entry.views = None
             entry.more = None
         else:
-            shape = record.shape
             if (
                 entry.views is None
                 or entry.views.setdefault((out.storage_offset(), shape, out.stride(), dtype), record)
@@ -399,6 +399,7 @@ class Recorder(Ledger):
         if any(out is arg for arg in args):
             return None
         held = anchor(out)
+        shape = held.shape if held is not None and out.is_nested else out.shape
         state = self.state_of(held if held is not None else out)
         mark_consumed(parents)
         extra = None
@@ -410,7 +411,7 @@ class Recorder(Ledger):
         self.seq += 1
         keep = self.keep_all or state & (NONFINITE | PENDING)
         record = Record(
-            self.seq, call or self.seq, plan, out.shape, out.dtype, CPU if out.is_cpu else out.device, state,
+            self.seq, call or self.seq, plan, shape, out.dtype, CPU if out.is_cpu else out.device, state,
             parents if keep else (),
             site.code, site.instruction, site.scope, site.link, site.autograd, extra,
         )  # fmt: skip
@@ -677,11 +678,11 @@ class Recorder(Ledger):
             )
             try:
                 entry = self.table.get(target.untyped_storage()._cdata) if usual else None
-            except (NotImplementedError, RuntimeError):  # a wrapper of functorch
+                shape = target.shape
+            except (NotImplementedError, RuntimeError):  # a wrapper of functorch, nested
                 entry = None
             if entry is not None and entry.views is None:
                 known = entry.node
-                shape = target.shape
                 if known is not None and known.shape == shape and known.dtype == dtype:
                     total = _sum(target).item() if self.below_autograd else self.total(target)
                     if total - total == 0:
@@ -741,9 +742,11 @@ class Recorder(Ledger):
         old: Any,
     ) -> Record:
         """Add the node of an argument that was just written."""
-        held = target
+        held: Tensor | None = target
         if type(target) not in PLAIN or target.layout is not _strided or _is_functorch_wrapped(target):
             held = anchor(target)
+        elif target.is_nested:
+            held = target = target.values()
         dtype = target.dtype
         device = CPU if target.is_cpu else target.device
         state = 0
