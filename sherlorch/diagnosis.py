@@ -172,11 +172,9 @@ def also_seen(
 
 
 def _harmless_because(record: Record, records: Sequence[Record]) -> str:
-    what = (
-        "a mask"
-        if origin_of(record) == "constant" or (record.extra is not None and record.extra.mask)
-        else origin_of(record) or ""
-    )
+    what = origin_of(record) or ""
+    if what == "constant" or (record.extra is not None and record.extra.mask):
+        what = "written on purpose" if record.bits & NAN else "a mask"
     absorber = _absorber(record, records)
     if absorber is None:
         return what
@@ -221,7 +219,7 @@ def earliest(
         if not record.bits & CONSUMED or record in lasting:
             lasting.add(record)
             lasting.update(_bad_parents(record, nan_first=bool(_born(record))))
-    wrong = [record for record in ordered if went_wrong(record)]
+    wrong = [record for record in ordered if went_wrong(record) or _spreads(record)]
     for record in wrong:
         if record in lasting:
             return record
@@ -233,6 +231,11 @@ def earliest(
 
 def _stays_bad(record: Record) -> bool:
     return bool(record.bits & NONFINITE) and not record.bits & LEAF and record.facts.base != _SKIPS_THE_STEP
+
+
+def _spreads(record: Record) -> bool:
+    """A NaN that the program wrote and then computed with; where that lasts it is no mask."""
+    return bool(record.bits & NAN and record.bits & CONSTANT and record.bits & CONSUMED)
 
 
 def went_wrong(record: Record) -> bool:

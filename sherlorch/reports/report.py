@@ -218,7 +218,7 @@ def _fault_of(record: Record, path: Sequence[Record], constants: tuple[str, ...]
     makers = [_made_by(parent) for parent in record.parents]
     location = location_of(record)
     return Fault(
-        op=traits.root_of(record.facts.base),
+        op="an assignment" if node.origin == "constant" and node.name else traits.root_of(record.facts.base),
         op_name=record.facts.name,
         phase=node.phase,
         origin=origin_of(record) or "",
