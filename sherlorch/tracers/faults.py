@@ -43,12 +43,12 @@ class Examiner:
             return state, None
         born = 0
         if not inputs:
-            named = _meant(plan, args, kwargs, state)
+            named = meant(plan, args, kwargs, state)
             if named:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
         else:
             born = self._newly_bad(plan, args, kwargs, out, old)
-            if born and _meant(plan, args, kwargs, born):
+            if born and meant(plan, args, kwargs, born):
                 born = 0
             propagated = inputs & NAN or not state & NAN
             if propagated and not born and not (plan.combines and self._reruns < _MOST_RERUNS):
@@ -105,7 +105,7 @@ def place_leaves(parents: Sequence[Record], user: Record) -> None:
             seen.code, seen.instruction, seen.scope = user.code, user.instruction, user.scope
 
 
-def _meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
+def meant(plan: Plan, args: Any, kwargs: Any, state: int) -> list[float]:
     """The non-finite values that the program itself named as arguments, if they are what the result holds."""
     named = named_values(plan, (args, kwargs))
     return named if explains(named, state) else []

@@ -208,7 +208,11 @@ class Memory:
         if views is None:
             node = entry.node
             assert node is not None
-            if source is not None and source.untyped_storage()._cdata == entry.key:
+            try:
+                known = source is not None and source.untyped_storage()._cdata == entry.key
+            except (NotImplementedError, RuntimeError):  # a sparse tensor, of its values
+                known = False
+            if known and source is not None:
                 views = entry.views = {geometry(source): node}
             else:
                 shape = torch.Size(node.shape)

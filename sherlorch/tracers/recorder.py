@@ -52,6 +52,7 @@ from sherlorch.tracers.faults import (
     leaf_evidence,
     loses_infinity,
     mark_consumed,
+    meant,
     named_values,
     takes_bad_number,
 )
@@ -316,7 +317,7 @@ class Recorder(Ledger):
         if state & PENDING:
             parents, named = self._named(plan, parents, (args, kwargs))
         elif state & NONFINITE:
-            if not bits & NONFINITE:
+            if not bits & NONFINITE and not (plan.constant and meant(plan, args, kwargs, state)):
                 parents, bits = self._look_again(plan, parents, (args, kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
