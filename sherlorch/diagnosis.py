@@ -11,6 +11,9 @@ from sherlorch.health import NAN, NONFINITE
 from sherlorch.source import short
 
 _MOST_SUSPECTS = 100
+_MOST_CULPRITS = 1000
+_MOST_STEPS = 1_000_000  # in all paths together; further ones are told by their ends
+_STEPS_OF_AN_END = 20
 _SKIPS_THE_STEP = "_amp_foreach_non_finite_check_and_unscale_"
 _BLAMED = ("introduced", "outside", "uninitialised")
 
@@ -25,6 +28,7 @@ class Diagnosis:
     causes: dict[int, list[Record]] = field(
         default_factory=dict
     )  # culprit.seq -> constants that it turned into damage
+    left_out: int = 0  # culprits beyond those
 
 
 def _born(record: Record) -> int:
@@ -32,25 +36,34 @@ def _born(record: Record) -> int:
     return record.extra.born if record.extra is not None else 0
 
 
-def _bad_parents(record: Record, nan_first: bool) -> list[Record]:
-    """Where a record may have what is bad about it from: where its NaN is from, if that is asked first."""
-    bad = [parent for parent in record.parents if parent.bits & NONFINITE]
-    if nan_first and record.bits & NAN:
-        with_nan = [parent for parent in bad if parent.bits & NAN]
-        return with_nan if with_nan or _born(record) & NAN else bad
-    return bad
+def _bad_parents(record: Record) -> list[Record]:
+    return [parent for parent in record.parents if parent.bits & NONFINITE]
+
+
+def _origins_of_nan(record: Record, bad: list[Record]) -> list[Record]:
+    """Of the bad parents of a record that has NaN those it may be from."""
+    with_nan = [parent for parent in bad if parent.bits & NAN]
+    return with_nan if with_nan or _born(record) & NAN else bad
 
 
 class _Walk:
-    """The non-finite ancestors of a record, nearest first."""
+    """The non-finite ancestors of a record, nearest first.
+
+    With `nan_first` it asks at a record that has NaN where that is from; where it so passes over other bad
+    parents it is `narrow`.
+    """
 
     def __init__(self, target: Record, nan_first: bool) -> None:
         self.child: dict[Record, Record | None] = {target: None}
         self.stops: list[Record] = []
+        self.narrow = False
         child, queue = self.child, deque([target])
         while queue:
             record = queue.popleft()
-            bad = _bad_parents(record, nan_first)
+            bad = _bad_parents(record)
+            if nan_first and record.bits & NAN:
+                everything, bad = bad, _origins_of_nan(record, bad)
+                self.narrow = self.narrow or len(bad) < len(everything)
             if not bad or _born(record):
                 self.stops.append(record)
             for parent in bad:
@@ -58,14 +71,17 @@ class _Walk:
                     child[parent] = record
                     queue.append(parent)
 
-    def path(self, record: Record) -> list[Record]:
-        """From `record` to the target."""
+    def path(self, record: Record, limit: int) -> list[Record]:
+        """From `record` to the target; of a path of more than `limit` records the beginning and the end."""
         path = [record]
-        while True:
-            following = self.child[path[-1]]
-            if following is None:
-                return path
+        following = self.child[record]
+        while following is not None:
+            if len(path) >= limit:
+                path.append(next(iter(self.child)))
+                break
             path.append(following)
+            following = self.child[following]
+        return path
 
     def downstream(self, sources: Iterable[Record]) -> set[Record]:
         """Visited records that descend from `sources` (which are among them)."""
@@ -86,53 +102,86 @@ def diagnose(target: Record) -> Diagnosis:
     diagnosis = Diagnosis(target)
     if not target.bits & NONFINITE:
         return diagnosis
+    steps = _MOST_STEPS
     for nan_first in (True, False):
         walk = _Walk(target, nan_first)
-        found = _blame(walk, diagnosis)
         known = {culprit.seq for culprit in diagnosis.culprits}
-        for culprit in sorted(found, key=lambda record: record.seq):
-            if culprit.seq not in known:
-                diagnosis.culprits.append(culprit)
-                diagnosis.paths[culprit.seq] = walk.path(culprit)
+        for culprit in sorted(_blame(walk, diagnosis), key=lambda record: record.seq):
+            if culprit.seq in known:
+                continue
+            if len(diagnosis.culprits) >= _MOST_CULPRITS:
+                diagnosis.left_out += 1
+                continue
+            path = walk.path(culprit, max(steps, _STEPS_OF_AN_END))
+            steps -= len(path)
+            diagnosis.culprits.append(culprit)
+            diagnosis.paths[culprit.seq] = path
+        if not walk.narrow:
+            break
     return diagnosis
 
 
 def _blame(walk: _Walk, diagnosis: Diagnosis) -> set[Record]:
     blamed = {record for record in walk.stops if _is_fault(record)}
     named = [record for record in walk.stops if record not in blamed]
-    tainted = walk.downstream(blamed) if named else set()
+    if not named:
+        return blamed
+    tainted = walk.downstream(blamed)
+    damage = _Damage(walk, tainted)
+    causes: dict[int, dict[Record, None]] = {}
     for constant in named:
-        culprit = _where_it_does_damage(walk.path(constant))
+        culprit = damage.done_by(constant)
         if culprit is None or culprit in tainted:
             continue
-        if culprit is constant and not tainted.isdisjoint(walk.path(constant)):
+        if culprit is constant and damage.is_tainted(constant):
             continue  # the op on the way that went wrong by itself had absorbed it
         blamed.add(culprit)
         if culprit is not constant:
-            causes = diagnosis.causes.setdefault(culprit.seq, [])
-            if constant not in causes:
-                causes.append(constant)
+            causes.setdefault(culprit.seq, {})[constant] = None
+    for seq, constants in causes.items():
+        known = diagnosis.causes.setdefault(seq, [])
+        known += [constant for constant in constants if constant not in set(known)]
     return blamed
+
+
+class _Damage:
+    """What becomes of the constants of a walk on their way to its target."""
+
+    def __init__(self, walk: _Walk, tainted: set[Record]) -> None:
+        self._child = walk.child
+        # For each record the first on its way, itself included, that has NaN, that combines, that is tainted.
+        self._nan: dict[Record, Record | None] = {}
+        self._combining: dict[Record, Record | None] = {}
+        self._tainted: set[Record] = set()
+        for record, child in walk.child.items():  # the target first, each child before its parents
+            self._nan[record] = record if record.bits & NAN else self._nan.get(child)  # type: ignore[arg-type]
+            further = self._combining.get(child)  # type: ignore[arg-type]
+            self._combining[record] = record if record.facts.combines else further
+            if record in tainted or child in self._tainted:
+                self._tainted.add(record)
+
+    def is_tainted(self, constant: Record) -> bool:
+        """Does the way of a constant lead over an op that a fault reached?"""
+        return constant in self._tainted
+
+    def done_by(self, constant: Record) -> Record | None:
+        """The node that made NaN of a constant, else the reduction that carried it out, else itself.
+
+        None where something else brought the NaN. A NaN of the program does its damage where it is written.
+        """
+        child = self._child[constant]
+        if constant.bits & NAN or child is None:
+            return constant
+        converter = self._nan[child]
+        if converter is not None:
+            return converter if origin_of(converter) == "converted" else None
+        return self._combining[child] or constant
 
 
 def _is_fault(record: Record) -> bool:
     if record.extra is not None and (record.extra.born or (record.extra.mask and record.bits & LEAF)):
         return bool(record.extra.born)
     return origin_of(record) in _BLAMED
-
-
-def _where_it_does_damage(path: Sequence[Record]) -> Record | None:
-    """Of a constant's way to the target the node that made NaN of it, else the reduction that carried it
-    out, else itself.
-
-    None where something else brought the NaN. A NaN of the program does its damage where it is written.
-    """
-    if path[0].bits & NAN:
-        return path[0]
-    for record in path[1:]:
-        if record.bits & NAN:
-            return record if origin_of(record) == "converted" else None
-    return next((record for record in path[1:] if record.facts.combines), path[0])
 
 
 @dataclass(frozen=True)
@@ -218,7 +267,8 @@ def earliest(
     for record in reversed(ordered):
         if not record.bits & CONSUMED or record in lasting:
             lasting.add(record)
-            lasting.update(_bad_parents(record, nan_first=bool(_born(record))))
+            bad = _bad_parents(record)
+            lasting.update(_origins_of_nan(record, bad) if record.bits & NAN and _born(record) else bad)
     wrong = [record for record in ordered if went_wrong(record) or _spreads(record)]
     for record in wrong:
         if record in lasting:

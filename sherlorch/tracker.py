@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sherlorch import health, source
 from sherlorch.diagnosis import Diagnosis, also_seen, diagnose, earliest
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, UntracedTensorError
-from sherlorch.graph import LEAF, OPTIMIZER, OpNode, Record, Scope, origin_of, to_networkx
+from sherlorch.graph import LEAF, OPTIMIZER, OpNode, Record, Scope, location_of, origin_of, to_networkx
 from sherlorch.modules import ModuleWatch
 from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
 from sherlorch.tracers.dispatch import DispatchTracer
@@ -224,15 +224,16 @@ class ProvenanceTracker:
         culprit = self._fault_behind(record)
         if culprit is None:
             return
-        report = self._report(diagnose(record))
-        if report.ok:
+        diagnosis = diagnose(record)
+        if not diagnosis.culprits:
             return
         if self.on_nonfinite == "raise":
+            report = self._report(diagnosis)
             raise NonFiniteError(str(report), report)
-        line = report.culprits[0].location
+        line = location_of(diagnosis.culprits[0])
         if line not in self._warned:
             self._warned.add(line)
-            warnings.warn(str(report), NonFiniteWarning, stacklevel=_depth_of_user_frame())
+            warnings.warn(str(self._report(diagnosis)), NonFiniteWarning, stacklevel=_depth_of_user_frame())
 
     def _fault_behind(self, record: Record) -> Record | None:
         """Is this a new fault, rather than one carried on or a value that the program wrote on purpose?"""
@@ -242,7 +243,7 @@ class ProvenanceTracker:
         if origin == "propagated" and not record.facts.moves:
             for parent in record.parents:
                 while parent.facts.moves and parent.parents:
-                    parent = parent.parents[0]
+                    parent = next((p for p in parent.parents if p.state), parent.parents[0])
                 if (
                     parent.bits & LEAF
                     and origin_of(parent) == "outside"

@@ -151,6 +151,8 @@ def make_report(
     notes: tuple[str, ...] = (),
 ) -> DiagnosisReport:
     """The report on a diagnosis, in the public types."""
+    if diagnosis.left_out:
+        notes = (*notes, f"{diagnosis.left_out} further culprits, later ones, are left out")
     return DiagnosisReport(
         target=OpNode(diagnosis.target),
         culprits=[OpNode(record) for record in diagnosis.culprits],

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sherlorch import health
 from sherlorch.compat import CAN_MARK, never_compile
-from sherlorch.errors import NonFiniteError
+from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.plan import Plan, plan_overload
 from sherlorch.tracers.recorder import Recorder
 
@@ -75,7 +75,7 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         try:
             self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
-        except NonFiniteError as error:
+        except (NonFiniteError, NonFiniteWarning) as error:
             raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
         except Exception as problem:
             self.recorder.miss(plan, problem)

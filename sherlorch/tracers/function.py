@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from sherlorch import health
 from sherlorch.compat import eagerly, never_compile
-from sherlorch.errors import NonFiniteError
+from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
 from sherlorch.tracers.recorder import Recorder
@@ -74,7 +74,7 @@ class FunctionTracer(TorchFunctionMode):
         if kind != SCALAR and not plan.ignored:
             try:
                 self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
-            except NonFiniteError as error:
+            except (NonFiniteError, NonFiniteWarning) as error:
                 raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
             except Exception as problem:
                 self.recorder.miss(plan, problem)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdRef
 
 from sherlorch import health, source
 from sherlorch.compat import get_sequence_nr
-from sherlorch.errors import NonFiniteError
+from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.graph import (
     BACKWARD,
     CONSTANT,
@@ -636,7 +636,7 @@ class Recorder(Ledger):
         out = plan.call(*args, **kwargs)
         try:
             writing.finish(out, Site(*self.where(frame)))
-        except NonFiniteError:
+        except (NonFiniteError, NonFiniteWarning):
             raise
         except Exception as problem:
             self.miss(plan, problem)
@@ -713,7 +713,7 @@ class Recorder(Ledger):
                 old,
             )
             self._tie_write(record, target)
-        except NonFiniteError:
+        except (NonFiniteError, NonFiniteWarning):
             raise
         except Exception as reason:
             self.miss(plan, reason)
