@@ -139,8 +139,8 @@ def _blame(walk: _Walk, diagnosis: Diagnosis) -> set[Record]:
         if culprit is not constant:
             causes.setdefault(culprit.seq, {})[constant] = None
     for seq, constants in causes.items():
-        known = diagnosis.causes.setdefault(seq, [])
-        known += [constant for constant in constants if constant not in set(known)]
+        known = dict.fromkeys(diagnosis.causes.get(seq, ()))
+        diagnosis.causes[seq] = list({**known, **constants})
     return blamed
 
 
@@ -149,6 +149,7 @@ class _Damage:
 
     def __init__(self, walk: _Walk, tainted: set[Record]) -> None:
         self._child = walk.child
+        self._converts: dict[Record, bool] = {}
         # For each record the first on its way, itself included, that has NaN, that combines, that is tainted.
         self._nan: dict[Record, Record | None] = {}
         self._combining: dict[Record, Record | None] = {}
@@ -174,7 +175,9 @@ class _Damage:
             return constant
         converter = self._nan[child]
         if converter is not None:
-            return converter if origin_of(converter) == "converted" else None
+            if converter not in self._converts:
+                self._converts[converter] = origin_of(converter) == "converted"
+            return converter if self._converts[converter] else None
         return self._combining[child] or constant
 
 
