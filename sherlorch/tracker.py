@@ -433,6 +433,8 @@ def _check_bool(option: str, value: Any) -> None:
 def _check_dtypes(value: Any) -> frozenset[torch.dtype] | None:
     if value is None:
         return None
+    if not isinstance(value, (torch.dtype, Iterable)):
+        raise TypeError(f"check_dtypes takes a torch.dtype or several, got {value!r}")
     dtypes = frozenset([value] if isinstance(value, torch.dtype) else value)
     for dtype in dtypes:
         if dtype not in health.FLOATING:

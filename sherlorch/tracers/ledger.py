@@ -44,7 +44,7 @@ from sherlorch.tracers.faults import (
     place_leaves,
 )
 from sherlorch.tracers.memory import Memory, anchor
-from sherlorch.tracers.plan import PERMUTES, Plan
+from sherlorch.tracers.plan import Plan
 from sherlorch.weak import weakly
 
 CPU = torch.device("cpu")
@@ -373,14 +373,11 @@ class Ledger:
         held: Tensor | None,
         record: Record,
         parents: Sequence[Record],
-        named: Sequence[float] = (),
-        consumes: bool = True,
+        late: Late = _AT_ONCE,
     ) -> None:
         """A record that is not finite, or not yet known to be."""
         if record.bits & PENDING:
-            # A conditional law may not hold for this call: `view` may have been given a dtype.
-            inherits = plan.law == PERMUTES and not plan.conditional and bool(parents)
-            self._wait(record, held, Late(named, inherits, consumes))
+            self._wait(record, held, late)
             return
         if not plan.moves:
             place_leaves(parents, record)

@@ -56,7 +56,7 @@ from sherlorch.tracers.faults import (
     named_values,
     takes_bad_number,
 )
-from sherlorch.tracers.ledger import CPU, Ledger, Site
+from sherlorch.tracers.ledger import CPU, Late, Ledger, Site
 from sherlorch.tracers.memory import Entry, anchor
 from sherlorch.tracers.plan import PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
@@ -297,7 +297,7 @@ class Recorder(Ledger):
         dtype = out.dtype
         device = CPU if out.is_cpu else out.device
         extra = None
-        state = 0
+        state = law = 0
         seq = self.seq = self.seq + 1
         if dtype in self.floating:
             law = plan.law if not plan.conditional else plan.law_for(args, kwargs or {})
@@ -371,7 +371,8 @@ class Recorder(Ledger):
         if bits & NONFINITE and (dtype in self.floating or loses_infinity(plan, bits, dtype)):
             mark_consumed(parents)
         if state & _UNUSUAL:
-            self.settle(plan, out, record, parents, named, consumes)
+            late = Late(named, law == PERMUTES and bool(parents), consumes)
+            self.settle(plan, out, record, parents, late)
         elif bits & PENDING and plan.moves:
             self._wait(record, None)
         return record
@@ -425,7 +426,7 @@ class Recorder(Ledger):
         else:
             self.memory.start(held, record)
         if state & (NONFINITE | PENDING):
-            self.settle(plan, held if held is not None else out, record, parents, named)
+            self.settle(plan, held if held is not None else out, record, parents, Late(named))
         return record
 
     def _record_elements(self, plan: Plan, args: Any, kwargs: Any, out: Sequence[Tensor], site: Site) -> None:
@@ -798,5 +799,5 @@ class Recorder(Ledger):
         else:
             self.memory.write(held, record)
         if state & _UNUSUAL:
-            self.settle(plan, held, record, parents, named)
+            self.settle(plan, held, record, parents, Late(named))
         return record
