@@ -138,6 +138,12 @@ def scan_unseen(tensor: Tensor) -> int:
         return scan(tensor)
 
 
+def begin_scan_unseen(tensor: Tensor, mask: bool = False) -> tuple[Tensor, ...] | None:
+    """`begin_scan` for where autograd may be on or other modes may listen."""
+    with unseen():
+        return begin_scan(tensor, mask)
+
+
 def begin_scan(tensor: Tensor, mask: bool = False) -> tuple[Tensor, ...] | None:
     """Start a look whose answer stays on the device: min, max, any Inf; if asked, nothing but -Inf and zeros?
 
@@ -156,6 +162,11 @@ def finish_scans(scans: Sequence[tuple[Tensor, ...]]) -> list[tuple[int, float, 
     """Read many started looks in one transfer per device: (state flags, min, max, is it a mask) each."""
     if not scans:
         return []
+    with unseen():
+        return _finish(scans)
+
+
+def _finish(scans: Sequence[tuple[Tensor, ...]]) -> list[tuple[int, float, float, bool]]:
     rows = [
         torch.stack([_widened(look) for look in (*looks, torch.zeros_like(looks[2]))[:4]]) for looks in scans
     ]

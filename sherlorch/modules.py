@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import Any, Callable
 
 import torch
@@ -18,6 +19,7 @@ class ModuleWatch:
 
     def __init__(self, on_change: Callable[[str | None], None]) -> None:
         self._on_change = on_change
+        self.thread: int | None = None  # modules that run in another thread are none of this watch's business
         self._stack: list[str] = []
         self._handles: list[Any] = []
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str, str]] = {}
@@ -55,10 +57,14 @@ class ModuleWatch:
         stack, changed = self._stack, self._on_change
 
         def enter(module: nn.Module, args: Any) -> None:
+            if self.thread is not None and self.thread != get_ident():
+                return
             stack.append(name)
             changed(name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.thread is not None and self.thread != get_ident():
+                return
             # An exception caught further out may have left names of modules that never returned.
             while stack and stack.pop() != name:
                 pass

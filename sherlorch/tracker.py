@@ -7,6 +7,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterable
+from threading import get_ident
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +123,9 @@ class ProvenanceTracker:
             if self._recorder.seq:
                 self._recorder.memory.distrust()
             self._hook_optimizers()
+            self._modules.thread = get_ident()
+            self._mode.__enter__()
         self._depth += 1
-        self._mode.__enter__()
         return self
 
     def __exit__(
@@ -132,18 +134,20 @@ class ProvenanceTracker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         try:
             self._mode.__exit__(kind, error, traceback)
         finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self.unwatch()
-                for hook in self._hooks:
-                    hook.remove()
-                self._hooks.clear()
-                self._steps = 0
-                self._recorder.step_line = None
-                self._set_scope()
+            self.unwatch()
+            self._modules.thread = None
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._steps = 0
+            self._recorder.step_line = None
+            self._set_scope()
 
     def enable(self) -> None:
         """Record again after `disable`; what was written meanwhile is read afresh."""
@@ -194,9 +198,11 @@ class ProvenanceTracker:
     def _hook_optimizers(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        recorder = self._recorder
+        recorder, thread = self._recorder, get_ident()
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if get_ident() != thread:
+                return  # the hooks are everyone's, the modes are this thread's
             self._steps += 1
             self._set_scope()
             # All kernels of torch's own optimizers have the line that called step(), unless a closure runs
@@ -206,6 +212,8 @@ class ProvenanceTracker:
                 recorder.step_line = (user.f_code, user.f_lasti) if user is not None else None
 
         def after(*_: Any) -> None:
+            if get_ident() != thread:
+                return
             self._steps = max(0, self._steps - 1)
             recorder.step_line = None
             self._set_scope()

@@ -183,7 +183,7 @@ def _is_view(tensor: Tensor, memory: set[int]) -> bool:
 
 
 def _can_go_bad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0
+    return tensor.is_floating_point() and bool(tensor.detach().isfinite().any())
 
 
 def _corrupt(tensor: Tensor, rng: random.Random) -> tuple[tuple[int, ...], float]:

@@ -44,6 +44,7 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Scans must not show up in a mode further out.
         nested = bool(torch._C._len_torch_dispatch_stack())
         self.recorder.scan = health.scan_unseen if nested else health.scan
+        self.recorder.begin_scan = health.begin_scan_unseen if nested else health.begin_scan
         self.recorder.below_autograd = not nested
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
+from functools import partial
 from sys import _getframe
 from typing import Any
 
@@ -32,7 +34,8 @@ class FunctionTracer(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder, fast: bool) -> None:
         super().__init__()
-        self.recorder = recorder
+        self._ledger = recorder
+        self.recorder: Any = recorder
         self.enabled = True
         self._fast = fast
         self._plans = _PLANS[fast]
@@ -41,8 +44,10 @@ class FunctionTracer(TorchFunctionMode):
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
         nested = bool(torch._C._len_torch_function_stack())
-        self.recorder.scan = health.scan_unseen if nested else _scan
-        self.recorder.total = _unknown if nested else _total
+        self._ledger.scan = health.scan_unseen if nested else _scan
+        self._ledger.begin_scan = health.begin_scan_unseen if nested else _begin_scan
+        self._ledger.total = _unknown if nested else _total
+        self.recorder = _Unseen(self._ledger) if nested and _enable is not None else self._ledger
         self._eager.append(eagerly())
         self._eager[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -95,6 +100,53 @@ class FunctionTracer(TorchFunctionMode):
 
 
 never_compile(FunctionTracer.__torch_function__.__code__)
+
+
+class _Unseen:
+    """A recorder that works out of sight of the function modes further out: they see the program's own calls
+    only."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._plans: dict[Plan, Plan] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._recorder, name)
+
+        def work(*args: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return method(*args)
+
+        return work
+
+    def call_writing(self, plan: Plan, *rest: Any) -> Any:
+        shown = self._plans.get(plan)
+        if shown is None:
+            shown = self._plans[plan] = copy(plan)
+            shown.call = partial(_seen, plan.call)
+        with torch._C.DisableTorchFunction():
+            return self._recorder.call_writing(shown, *rest)
+
+
+def _seen(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _enable():
+        return func(*args, **kwargs)
+
+
+_enable: Any = getattr(torch._C, "_EnableTorchFunction", None)
+
+
+def _begin_scan(tensor: Tensor, mask: bool) -> tuple[Tensor, ...] | None:
+    """`health.begin_scan` without autograd's notice and out of sight of other modes."""
+    if _len_torch_dispatch_stack():
+        return health.begin_scan_unseen(tensor, mask)
+    if tensor.requires_grad and _is_grad_enabled():
+        _set_grad_enabled(False)
+        try:
+            return health.begin_scan(tensor, mask)
+        finally:
+            _set_grad_enabled(True)
+    return health.begin_scan(tensor, mask)
 
 
 def _scan(tensor: Tensor) -> int:

@@ -91,6 +91,7 @@ class Ledger:
         "_optimizer",
         "_sites",
         "bad_number",
+        "begin_scan",
         "below_autograd",
         "by_object",
         "capture_stack",
@@ -147,6 +148,7 @@ class Ledger:
         self.by_object = by_object
         self.has_names = False  # are there watched modules to ask?
         self.scan = health.scan
+        self.begin_scan: Callable[[Tensor, bool], tuple[Tensor, ...] | None] = health.begin_scan_unseen
         # May the usual call be taken the short way: all dtypes scanned, on the CPU, out of nobody's sight?
         self.usual = check_dtypes is None and not defer
         self.below_autograd = False
@@ -407,7 +409,7 @@ class Ledger:
         scan = None
         if not late.inherits and tensor is not None:
             try:
-                scan = health.begin_scan(tensor, mask=bool(record.bits & LEAF))
+                scan = self.begin_scan(tensor, bool(record.bits & LEAF))
             except Exception as problem:
                 self.miss(record.facts, problem, "the values of ")
         self.pending.append((record, scan, late))

@@ -195,7 +195,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     plan.pointwise = _is_pointwise_function(plan.root)
     plan.random = plan.root in _RANDOM or differentiates  # neither can be computed again
     plan.arguments = _argument_names(func, plan.root)
-    if name.startswith(_WRITES_UNCOUNTED):
+    if name.startswith(_WRITES_UNCOUNTED) and in_place:
         schema = _schema_of(name)
         plan.writes = traits.written_arguments(schema, name) if schema is not None else plan.writes
         plan.has_schema = schema is not None
@@ -203,8 +203,8 @@ def plan_function(func: Any, fast: bool) -> Plan:
     return plan
 
 
-# These write their arguments without a trace in the version counters.
-_WRITES_UNCOUNTED = ("_fused_", "_amp_foreach_")
+# These write their arguments without a trace in the version counters, some only under a dispatch mode.
+_WRITES_UNCOUNTED = ("_foreach_", "_fused_", "_amp_foreach_")
 
 
 def _schema_of(name: str) -> Any:

@@ -457,7 +457,7 @@ class Recorder(Ledger):
         """
         changed: dict[int, Record] = {}
         found: list[Record] = []
-        for tensor in tensors_in(values):
+        for tensor in tensors_in(values) if not plan.blind else ():
             if tensor.dtype not in self.floating or not tensor.is_cpu or self.defer:
                 continue
             held = anchor(tensor)
@@ -567,7 +567,8 @@ class Recorder(Ledger):
         scope = self.scope
         if scope.phase == OPTIMIZER:
             if torch.is_grad_enabled():
-                scope = self.forward_scope  # a closure computes the loss again
+                # A closure computes the loss again.
+                scope = self.forward_scope if scope.module is None else Scope(FORWARD, scope.module)
             elif self.step_line is not None and _frame_kinds.get(id(frame.f_code)) == INTERNAL:
                 code, instruction = self.step_line
                 return code, instruction, scope, None, None

@@ -7,7 +7,8 @@ input touched are looked at; any other op runs again on copies of its inputs wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,21 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     else:
         own = _bad_all_the_same(plan, inputs, kwargs, out)
     return own or _bad_this_once(plan, inputs, kwargs, out)
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[Callable[[], bool]]:
+    """Random numbers drawn inside are put back; the value tells whether there were any."""
+    before = torch.get_rng_state()
+
+    def drawn() -> bool:
+        return not torch.equal(before, torch.get_rng_state())
+
+    try:
+        yield drawn
+    finally:
+        if drawn():
+            torch.set_rng_state(before)
 
 
 def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
@@ -109,7 +125,10 @@ def _results_like(
     """The results that may be `out`, computed again."""
     positional = [value for name, value in inputs.items() if name not in kwargs]
     keywords = {name: value for name, value in inputs.items() if name in kwargs}
-    again = plan.call(*tree_map(prepare, positional), **tree_map(prepare, keywords))
+    with _random_numbers_kept() as drawn:
+        again = plan.func(*tree_map(prepare, positional), **tree_map(prepare, keywords))
+        if drawn():
+            return []  # nothing random is the same again
     return [
         result
         for result in ([again] if isinstance(again, Tensor) else again or ())
