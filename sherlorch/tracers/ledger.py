@@ -241,6 +241,7 @@ class Ledger:
 
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
+        bits = LEAF | GRADIENT if self.gradients and self._is_gradient(tensor) else LEAF
         usual = self.usual and self.keep_all and not self.has_names
         if usual and dtype in SUMMED and tensor.is_cpu and _has_plain_memory(tensor):
             total = tensor.sum().item() if self.below_autograd else self.total(tensor)
@@ -253,7 +254,7 @@ class Ledger:
                     tensor.shape,
                     dtype,
                     CPU,
-                    LEAF,
+                    bits,
                     (),
                     None,
                     0,
@@ -282,7 +283,7 @@ class Ledger:
         seq = self.seq = self.seq + 1
         scope = self.scope if self.scope.phase == FORWARD else self.forward_scope
         record = Record(
-            seq, seq, _LEAF, tensor.shape, dtype, device, state | LEAF, (), None, 0, scope, None, None, extra
+            seq, seq, _LEAF, tensor.shape, dtype, device, state | bits, (), None, 0, scope, None, None, extra
         )
         self._add(record, tensor)
         return record
@@ -419,7 +420,10 @@ class Ledger:
     def resolve(self) -> None:
         """Read every waiting state in one transfer, in the order of the program."""
         waiting, self.pending = self.pending, []
-        answers = iter(health.finish_scans([scan for _, scan, _ in waiting if scan is not None]))
+        if not waiting:
+            return
+        with health.unseen():
+            answers = iter(health.finish_scans([scan for _, scan, _ in waiting if scan is not None]))
         for record, scan, late in waiting:
             answer = next(answers) if scan is not None else None
             self._learn(record, answer, late)
@@ -438,7 +442,8 @@ class Ledger:
             self._compare(record)
         if not state & NONFINITE:
             if facts is not _LEAF and self.last_backward is not None and facts is self.last_backward[0]:
-                record.facts, record.parents = _LEAF, ()  # a healthy gradient says nothing of its origin
+                # A healthy gradient says nothing of its origin.
+                record.facts, record.parents, record.code, record.scope = _LEAF, (), None, self.forward_scope
                 record.bits |= LEAF
             if not self.keep_all:
                 record.parents = ()
