@@ -250,3 +250,16 @@ def test_a_fault_of_the_recorder_loses_one_call_only(level: str, monkeypatch: py
 def test_a_callback_raising_on_a_fault_is_the_only_exception_of_ours(level: str) -> None:
     with pytest.raises(sherlorch.NonFiniteError), sherlorch.trace(level=level, on_nonfinite="raise"):
         torch.zeros(3).log()
+
+
+@pytest.mark.parametrize("level", ["function", "aten"])
+def test_what_a_call_wrote_before_it_failed_is_seen(level):
+    with sherlorch.trace(level=level) as tracker:
+        one, two = torch.ones(3), torch.ones(1).expand(3)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch._foreach_div_([one, two], [torch.zeros(()), torch.ones(())])
+        total = one.sum()
+    assert tracker.node(one).has_inf == bool(torch.isinf(one).any())
+    assert tracker.diagnose(total).ok == bool(torch.isfinite(total))
+    if not tracker.diagnose(total).ok:
+        assert "_foreach_div_" in tracker.diagnose(total).culprits[0].op_name

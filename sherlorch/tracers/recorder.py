@@ -635,7 +635,11 @@ class Recorder(Ledger):
         except Exception as problem:
             self.miss(plan, problem)
             return plan.call(*args, **kwargs)
-        out = plan.call(*args, **kwargs)
+        try:
+            out = plan.call(*args, **kwargs)
+        except BaseException:
+            self._after_failure(writing, frame)
+            raise
         try:
             writing.finish(out, Site(*self.where(frame)))
         except (NonFiniteError, NonFiniteWarning):
@@ -643,6 +647,14 @@ class Recorder(Ledger):
         except Exception as problem:
             self.miss(plan, problem)
         return out
+
+    def _after_failure(self, writing: Writing, frame: Any) -> None:
+        """A call that raised may have written some of its arguments before (the first tensors of a list)."""
+        try:
+            writing.keep_changed()
+            writing.finish(None, Site(*self.where(frame)))
+        except Exception as problem:
+            self.miss(writing.plan, problem)
 
     def write(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
         """Run the usual write, ``x.op_(...)`` on one plain tensor, and add what it wrote.

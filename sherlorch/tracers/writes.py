@@ -13,6 +13,7 @@ from sherlorch.graph import CONSUMED, Record
 from sherlorch.health import NONFINITE
 from sherlorch.ops import traits
 from sherlorch.tracers.arguments import share_memory, storage_of, tensors_in, version_of
+from sherlorch.tracers.memory import anchor
 from sherlorch.tracers.plan import Plan
 
 if TYPE_CHECKING:
@@ -135,6 +136,16 @@ class Writing:
             else:
                 parents.extend(node for node in nodes if node is not None)
         return tuple(parents)
+
+    def keep_changed(self) -> None:
+        """After a failure: keep the targets that are no longer in the state that is known of them."""
+        recorder = self.recorder
+        self.versions = None
+        self.targets = [
+            target
+            for target in self.targets
+            if recorder.defer or recorder.state_of(anchor(target[0])) != recorder.node_of(target[0]).state
+        ]
 
     def finish(self, out: Any, site: Site) -> None:
         """The call has run: add a node for each written argument, then for each other result."""
