@@ -14,6 +14,9 @@ OVERWRITES = frozenset(
     }
 )  # fmt: skip
 
+# These change where a tensor looks; they write nothing unless its storage has to grow.
+RESIZES = frozenset({"resize_", "resize_as_", "_resize_output_"})
+
 # These hand out memory as it is.
 UNINITIALISED = frozenset(
     {

@@ -132,6 +132,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.in_place = [(position, is_out) for position, _, is_out in plan.writes] == [
         (0, False)
     ] and not plan.by_element
+    plan.in_place = plan.in_place and base not in traits.RESIZES
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
@@ -191,6 +192,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         in_place and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
     )
     plan.in_place = in_place and not name.startswith("_") and not isinstance(func, FunctionType)
+    plan.in_place = plan.in_place and name not in traits.RESIZES
     plan.lifts = name in ("tensor", "as_tensor", "from_numpy", "asarray", "frombuffer")
     plan.pointwise = _is_pointwise_function(plan.root)
     plan.random = plan.root in _RANDOM or differentiates  # neither can be computed again

@@ -35,6 +35,7 @@ class Writing:
         # Inputs are looked up before the call: afterwards their memory may hold something else.
         self.inputs = [(value, self._nodes(value, written)) for value in (*args, *kwargs.values())]
         self.old = self._keep_old()
+        self.sizes = [_size(target) for target, _, _ in self.targets] if plan.base in traits.RESIZES else None
         for target, _, reads in self.targets:
             known = None if reads else recorder.find(target)
             if known is not None:
@@ -82,6 +83,12 @@ class Writing:
         return bool(training) or self.plan.base == "_batch_norm_with_update"
 
     def _drop_unwritten(self) -> None:
+        if (
+            self.sizes is not None
+        ):  # a tensor that looks elsewhere now, at memory that its writers have told of
+            grown = [_size(target[0]) > size for target, size in zip(self.targets, self.sizes)]
+            self.targets = [target for target, grew in zip(self.targets, grown) if grew]
+            return
         if self.versions is not None:
             written = {
                 id(target[0]): target
@@ -180,3 +187,8 @@ class Writing:
             )
         if record is not None:
             recorder.tie_made(record)
+
+
+def _size(tensor: Tensor) -> int:
+    held = anchor(tensor)
+    return held.untyped_storage().nbytes() if held is not None else 0
