@@ -160,7 +160,7 @@ def test_a_mode_further_out_sees_the_program_alone(name: str, level: str, bad: b
 
 
 def lives(program: Program, tracker: ProvenanceTracker | None) -> list[list[str]]:
-    """Which of the tensors that a step makes are alive after each of its phases, before any garbage collection."""
+    """Which tensors of a step are alive after each of its phases, before any garbage collection."""
     stages = []
     gc.collect()
     gc.disable()
