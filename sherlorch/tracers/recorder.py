@@ -100,22 +100,23 @@ class Recorder(Ledger):
             kind = kinds.get(type(arg))
             if kind == TENSOR:
                 try:
-                    entry = table[arg.untyped_storage()._cdata]
-                except (KeyError, NotImplementedError, RuntimeError):
-                    node = self.node_of(arg)
-                else:
-                    views = entry.views
-                    if views is None:
+                    entry = table.get(arg.untyped_storage()._cdata)
+                    if entry is None:
+                        node = self.node_of(arg)
+                    elif entry.views is None:
                         node = entry.node  # type: ignore[assignment]
                         if node.bits & NONFINITE:
                             node = self.memory.read(entry, arg)
                     elif entry.more is None:
-                        try:
-                            node = views[(arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)]
-                        except (KeyError, RuntimeError):  # nested tensors have no shape
-                            node = self.memory.read(entry, arg)
+                        found = entry.views.get((arg.storage_offset(), arg.shape, arg.stride(), arg.dtype))
+                        node = found if found is not None else self.memory.read(entry, arg)
                     else:
                         node = self.memory.read(entry, arg)
+                except (
+                    NotImplementedError,
+                    RuntimeError,
+                ):  # sparse and opaque tensors; nested ones have no shape
+                    node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
             elif kind != SCALAR:
@@ -165,7 +166,7 @@ class Recorder(Ledger):
             self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
             return
         key = storage._cdata
-        entry = table.get(key)  # type: ignore[assignment]
+        entry = table.get(key)
         dtype = out.dtype
         if entry is None:
             if plan.law and parents:
