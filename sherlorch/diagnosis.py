@@ -64,7 +64,8 @@ class _Walk:
             if nan_first and record.bits & NAN:
                 everything, bad = bad, _origins_of_nan(record, bad)
                 self.narrow = self.narrow or len(bad) < len(everything)
-            if not bad or _born(record):
+            asked = NAN if nan_first and record.bits & NAN else NONFINITE
+            if not bad or _born(record) & asked:
                 self.stops.append(record)
             for parent in bad:
                 if parent not in child:

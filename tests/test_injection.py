@@ -175,7 +175,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _memory_of(values: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(values)}
+    strided = [tensor for tensor in _tensors(values) if tensor.layout is torch.strided]
+    return {tensor.untyped_storage()._cdata for tensor in strided}
 
 
 def _is_view(tensor: Tensor, memory: set[int]) -> bool:
@@ -183,7 +184,9 @@ def _is_view(tensor: Tensor, memory: set[int]) -> bool:
 
 
 def _can_go_bad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.detach().isfinite().any())
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return False
+    return bool(tensor.detach().isfinite().any())
 
 
 def _corrupt(tensor: Tensor, rng: random.Random) -> tuple[tuple[int, ...], float]:
@@ -297,16 +300,15 @@ def _wrong(report: DiagnosisReport, asked: str, node: OpNode, fault: Fault) -> I
         yield f"{asked} finds nothing"
         return
     culprit = report.culprits[0]
+    if node.inherited and fault.fast:  # the next op that computes with it found it out
+        in_place = culprit.op_name.split(".")[-2:][0].endswith("_")  # nobody knows what it overwrote
+        unseen = culprit.name == UNSEEN or culprit.op_name == "backward"  # absorbed before anyone looked
+        if not unseen and not in_place:
+            yield f"{asked} blames {culprit.summary()} instead of what happened to {node.summary()}"
+        return
     for other in report.culprits[1:]:
         if other.seq > node.seq:  # what came before is the program's own
             yield f"{asked} blames {other.summary()} as well"
-    if node.inherited and fault.fast:  # the next op that computes with it found it out
-        written_over = culprit.op_name.split(".")[-2:][0].endswith(
-            "_"
-        )  # nobody can tell what was there before
-        if culprit.name != UNSEEN and not written_over:
-            yield f"{asked} blames {culprit.summary()} instead of what happened to {node.summary()}"
-        return
     if culprit != node:
         yield f"{asked} blames {culprit.summary()} instead of {node.summary()}"
         return
@@ -315,11 +317,11 @@ def _wrong(report: DiagnosisReport, asked: str, node: OpNode, fault: Fault) -> I
         yield f"{asked} says origin {culprit.origin}"
     if culprit.phase != call.phase and call.op.startswith("aten."):
         yield f"{asked} says phase {culprit.phase}"
-    if call.line is not None and culprit.location != call.line:
+    if call.line is not None and call.autograd != "AccumulateGrad" and culprit.location != call.line:
         yield f"{asked} says {culprit.location}"
     if call.autograd is not None and culprit.autograd_node != call.autograd:
         yield f"{asked} says {culprit.autograd_node} for {call.autograd}"
-    if call.autograd is not None and call.line is not None:
+    if call.autograd not in (None, "AccumulateGrad") and call.line is not None:
         forward = culprit.forward
         if forward is None or not _belongs(forward.op_name, call.autograd):
             yield f"{asked} says forward {forward and forward.op_name} for {call.autograd}"

@@ -71,6 +71,11 @@ FILLS = frozenset(
 )  # fmt: skip
 
 
+# Their results of more than one dimension are for their own backward: logarithms of probabilities, of which
+# zero is one, and raw memory beyond the end of the shorter sequences.
+HAVE_SCRATCH = frozenset({"_ctc_loss"})
+
+
 def ignores_values(base: str) -> bool:
     """Does the result depend on no value of the inputs (``zeros_like``, ``new_empty``...)?"""
     return base.endswith("_like") or base.startswith("new_")

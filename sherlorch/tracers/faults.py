@@ -16,6 +16,7 @@ from sherlorch.capture import capture
 from sherlorch.evidence import Evidence
 from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Extra, OpFacts, Record, location_of
 from sherlorch.health import NAN, NONFINITE
+from sherlorch.ops import traits
 from sherlorch.source import short
 from sherlorch.tracers.arguments import numbers_in
 from sherlorch.tracers.plan import Plan
@@ -46,9 +47,11 @@ class Examiner:
             named = meant(plan, args, kwargs, state)
             if named:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
+            if _is_scratch(plan, out):
+                return state | CONSTANT, Extra(negative=not state & NAN)
         else:
             born = self._newly_bad(plan, args, kwargs, out, old)
-            if born and meant(plan, args, kwargs, born):
+            if born and (meant(plan, args, kwargs, born) or _is_scratch(plan, out)):
                 born = 0
             propagated = inputs & NAN or not state & NAN
             if propagated and not born and not (plan.combines and self._reruns < _MOST_RERUNS):
@@ -121,6 +124,11 @@ def named_values(plan: OpFacts, values: Any) -> list[float]:
 def explains(named: Sequence[float], state: int) -> bool:
     """Does a call that named these values make such a result on purpose?"""
     return bool(named) and (not state & NAN or any(value != value for value in named))
+
+
+def _is_scratch(plan: OpFacts, out: Tensor) -> bool:
+    """Is this what an op hands to its own backward, rather than a result?"""
+    return plan.base in traits.HAVE_SCRATCH and out.dim() > 1
 
 
 def takes_bad_number(plan: OpFacts, values: Any) -> bool:

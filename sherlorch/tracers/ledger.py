@@ -125,6 +125,7 @@ class Ledger:
         "unseen",
         "usual",
         "was_backward",
+        "written",
         "written_view",
     )
 
@@ -178,6 +179,7 @@ class Ledger:
         self.links: list[Record | None] = []
         # Does a new autograd node belong to the newest record, with nothing else to do?
         self.plain_links = self.keep_all and not self.by_object
+        self.written: Sequence[Tensor] = ()  # by the call that is being recorded, where it writes several
         self.written_view: Record | None = None  # autograd was about to make further nodes for it
         self.links_start = self.sequence
         self.links_step = self.sequence  # where the newest step of the program began
@@ -230,13 +232,18 @@ class Ledger:
         """The leaf that a known tensor is from now on: NumPy, C++ or another thread has made it bad."""
         with health.unseen():
             held = anchor(tensor)
-            leaf = self._leaf(tensor if held is None else held)
-            if leaf.extra is not None and not leaf.extra.name:
-                leaf.extra.name = "tensor that was written where the tracer did not look"
+            leaf = self.leaf_unseen(tensor if held is None else held)
             if held is None:
                 self.loose[id(tensor)] = (WeakIdRef(tensor), leaf)
             else:
                 self.memory.write(held, leaf)
+        return leaf
+
+    def leaf_unseen(self, tensor: Tensor) -> Record:
+        """The leaf of a bad tensor that was made good, as far as was seen."""
+        leaf = self._leaf(tensor)
+        if leaf.extra is not None and not leaf.extra.name:
+            leaf.extra.name = "tensor that was written where the tracer did not look"
         return leaf
 
     def _leaf(self, tensor: Tensor) -> Record:

@@ -65,6 +65,7 @@ _LINKS_KEPT = 1_000_000
 _LINKS_STEPS = 4
 _LINKS_FEW = 1000
 _NODES_AFTER_A_WRITTEN_VIEW = 2
+_NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
 _READ = OpFacts("item", "item")
 _strided = torch.strided
@@ -448,13 +449,18 @@ class Recorder(Ledger):
             self.tie_made(record)
 
     def _look_again(
-        self, plan: Plan, parents: tuple[Record, ...], values: Any, written: Tensor | None = None
+        self,
+        plan: Plan,
+        parents: tuple[Record, ...],
+        values: Any,
+        written: Sequence[Tensor] = (),
+        old: Mapping[str, Tensor] = _NOTHING,
     ) -> tuple[tuple[Record, ...], int]:
         """Before an op is blamed: are its inputs still what they were, and are there others?
 
         NumPy, C++ or another thread may have written them. An input that went bad unseen is a leaf from here
-        on, unless the op has `written` it itself. A bad number that the program read out of a tensor may come
-        back as an argument.
+        on; of what the op itself has `written` there may be an `old` copy. A bad number that the program read
+        out of a tensor may come back as an argument.
         """
         changed: dict[int, Record] = {}
         found: list[Record] = []
@@ -465,12 +471,13 @@ class Recorder(Ledger):
             known = self.find(tensor)
             if held is None or known is None or not (known.bits & NONFINITE or self.scan(held)):
                 continue
-            if written is not None and share_memory(written, held):
+            if share_memory(held, written):
                 continue
             if not known.bits & NONFINITE:
                 changed[id(known)] = self.written_unseen(held)
             elif known not in parents:  # found out when an earlier result of this call was looked at
                 found.append(known)
+        found += [self.leaf_unseen(copy) for copy in old.values() if copy.is_cpu and self.state_of(copy)]
         parents = (*(changed.get(id(parent), parent) for parent in parents), *found)
         if self.bad_number is not None and takes_bad_number(plan, values):
             parents = (*parents, self.bad_number)
@@ -531,7 +538,7 @@ class Recorder(Ledger):
             made = self.tie(record, sequence)
         else:
             last = self.links[-1] if self.links else None
-            made = self._take_from(last, record) if last is not None and last.seq == record.seq - 1 else 0
+            made = self._take_from(last, record) if last is not None and last.seq > record.seq - _NEAR else 0
         if made and target._is_view():
             self.written_view = record
             self.plain_links = False
@@ -709,7 +716,9 @@ class Recorder(Ledger):
                         )  # fmt: skip
                         if self.keep_all:
                             self.records.append(record)
-                        if self.sequence != get_sequence_nr() or target.requires_grad:
+                        last = self.links[-1] if self.links else None
+                        near = last is not None and last.seq > seq - _NEAR
+                        if near or self.sequence != get_sequence_nr():
                             self._tie_write(record, target)
                         return out
             record = self.add_write(
@@ -775,13 +784,13 @@ class Recorder(Ledger):
                 scope = self._optimizer
             if parents[0].bits & GRADIENT and scope.phase != FORWARD:
                 state |= GRADIENT
-        elif scope.phase == BACKWARD:
+        if scope.phase == BACKWARD:
             state |= GRADIENT
         extra = None
         if state & NONFINITE:
             if not bits & NONFINITE:
-                inputs = (args[1:], kwargs) if call == 0 else list(numbers_in((args, kwargs)))
-                parents, bits = self._look_again(plan, parents, inputs, target)
+                inputs = list(numbers_in((args, kwargs))) if plan.by_element else (args, kwargs)
+                parents, bits = self._look_again(plan, parents, inputs, self.written or [target], old or {})
             state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
         named: Sequence[float] = ()
         if state & PENDING:

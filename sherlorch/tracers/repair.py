@@ -34,6 +34,7 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     written = [name for name, value in named.items() if value is out]
     if written and not all(name in old for name in written):
         return 0
+    place = next(iter(written), None)
     results = {name for position, name, _ in plan.writes if position < 0} | {"out"}
     inputs = {name: old.get(name, value) for name, value in named.items() if name not in results}
     if plan.has_schema and not results.isdisjoint(named):
@@ -42,8 +43,8 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     if plan.pointwise and all(_broadcasts(tensor, out) for tensor in tensors):
         own = _untouched(out, tensors)
     else:
-        own = _bad_all_the_same(plan, inputs, kwargs, out)
-    return own or _bad_this_once(plan, inputs, kwargs, out)
+        own = _bad_all_the_same(plan, inputs, kwargs, out, place)
+    return own or _bad_this_once(plan, inputs, kwargs, out, place)
 
 
 @contextmanager
@@ -98,18 +99,22 @@ def _repaired(value: Any) -> Any:
     return torch.where(_bad(value), torch.full((), _HARMLESS, dtype=value.dtype), value)
 
 
-def _bad_all_the_same(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> int:
+def _bad_all_the_same(
+    plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor, written: str | None
+) -> int:
     """What is bad without any bad input too."""
-    for result in _results_like(out, plan, inputs, kwargs, _repaired)[:1]:
+    for result in _results_like(out, plan, inputs, kwargs, written, _repaired)[:1]:
         both = _bad(result) & _bad(out)
         return health.scan(result[both]) if bool(both.any()) else 0
     return 0
 
 
-def _bad_this_once(plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor) -> int:
+def _bad_this_once(
+    plan: Plan, inputs: Mapping[str, Any], kwargs: Any, out: Tensor, written: str | None
+) -> int:
     """What is not bad when the very same is computed again: a faulty kernel, bad memory, a race."""
     bad = _bad(out)
-    results = _results_like(out, plan, inputs, kwargs, _cloned)
+    results = _results_like(out, plan, inputs, kwargs, written, _cloned)
     for result in results:
         bad = bad & ~_bad(result)
     return health.scan(out[bad].contiguous()) if results and bool(bad.any()) else 0
@@ -120,15 +125,23 @@ def _cloned(value: Any) -> Any:
 
 
 def _results_like(
-    out: Tensor, plan: Plan, inputs: Mapping[str, Any], kwargs: Any, prepare: Callable[[Any], Any]
+    out: Tensor,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    kwargs: Any,
+    written: str | None,
+    prepare: Callable[[Any], Any],
 ) -> list[Tensor]:
-    """The results that may be `out`, computed again."""
-    positional = [value for name, value in inputs.items() if name not in kwargs]
-    keywords = {name: value for name, value in inputs.items() if name in kwargs}
+    """The results that may be `out`, computed again, or the argument of that name which was `written`."""
+    prepared = {name: tree_map(prepare, value) for name, value in inputs.items()}
+    positional = [value for name, value in prepared.items() if name not in kwargs]
+    keywords = {name: value for name, value in prepared.items() if name in kwargs}
     with _random_numbers_kept() as drawn:
-        again = plan.func(*tree_map(prepare, positional), **tree_map(prepare, keywords))
+        again = plan.func(*positional, **keywords)
         if drawn():
             return []  # nothing random is the same again
+    if written is not None:
+        again = prepared[written]
     return [
         result
         for result in ([again] if isinstance(again, Tensor) else again or ())

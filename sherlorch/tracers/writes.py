@@ -163,17 +163,21 @@ class Writing:
         call = recorder.seq + 1
         whole = None
         record: Record | None = None
-        for target, index, _ in self.targets:
-            if index < 0:
-                whole = parents = whole if whole is not None else self._parents(-1)
-            else:
-                parents = self._parents(index)
-            bits = 0
-            for parent in parents:
-                bits |= parent.bits
-            record = recorder.add_write(
-                plan, self.args, self.kwargs, target, parents, bits, *site, call, self.old
-            )
+        recorder.written = [target for target, _, _ in self.targets]
+        try:
+            for target, index, _ in self.targets:
+                if index < 0:
+                    whole = parents = whole if whole is not None else self._parents(-1)
+                else:
+                    parents = self._parents(index)
+                bits = 0
+                for parent in parents:
+                    bits |= parent.bits
+                record = recorder.add_write(
+                    plan, self.args, self.kwargs, target, parents, bits, *site, call, self.old
+                )
+        finally:
+            recorder.written = ()
         written = {id(target) for target, _, _ in self.targets}
         for result in tensors_in(out):
             if id(result) in written:
