@@ -478,8 +478,9 @@ class Ledger:
 
     @staticmethod
     def _compare(leaf: Record) -> None:
-        """Memory that may have been written unseen was read as a leaf: is it its parent still?"""
-        if leaf.parents[0].state == leaf.state:
+        """Memory that may have been written unseen was read as a leaf: is what is bad its parent's still?"""
+        known = leaf.parents[0].state
+        if known == leaf.state or (leaf.state and not leaf.state & ~known):
             leaf.facts = _VIEW
             leaf.bits = leaf.bits & ~LEAF | ALIAS
         else:

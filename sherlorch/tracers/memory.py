@@ -315,9 +315,12 @@ class Memory:
         if known is not None and not state & PENDING and known.state == state:
             more.trusted.add(key)
             return known
-        fresh = self._leaf(tensor)
-        if known is not None and state & PENDING:
-            fresh.parents = (known,)  # `Ledger.resolve` will compare the two
+        if known is not None and state and not state & ~known.state:
+            fresh = self._merge(tensor, [known])  # some of what was bad is
+        else:
+            fresh = self._leaf(tensor)
+            if known is not None and state & PENDING:
+                fresh.parents = (known,)  # `Ledger.resolve` will compare the two
         self.write(tensor, fresh)
         return fresh
 

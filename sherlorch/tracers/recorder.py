@@ -320,6 +320,8 @@ class Recorder(Ledger):
             parents, named = self._named(plan, parents, (args, kwargs))
         elif state & NONFINITE:
             if not bits & NONFINITE and not (plan.constant and meant(plan, args, kwargs, state)):
+                if plan.base == "as_strided" and entry is not None:
+                    parents = (*parents, self.memory.read(entry, out))  # it reaches what its input does not
                 parents, bits = self._look_again(plan, parents, (args, kwargs))
             state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
             if plan.uninitialised:
