@@ -159,7 +159,7 @@ def _made_by_overload(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[T
 
 def _made_by_function(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Tensor | None]:
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "tensor"):  # the getter of an attribute, data of the program
+    if name in ("__get__", "requires_grad_", "tensor", "as_tensor"):  # attributes, data of the program
         return
     memory, given = _memory_of((args, kwargs)), _tensors((args, kwargs))
     written = _tensors(kwargs.get("out")) + _tensors(args[:1] if name.endswith("_") else ())

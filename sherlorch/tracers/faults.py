@@ -14,7 +14,7 @@ from torch import Tensor
 from sherlorch import health
 from sherlorch.capture import capture
 from sherlorch.evidence import Evidence
-from sherlorch.graph import CONSTANT, CONSUMED, LEAF, Extra, OpFacts, Record, location_of
+from sherlorch.graph import CONSTANT, CONSUMED, GRAPH, LEAF, Extra, OpFacts, Record, location_of
 from sherlorch.health import NAN, NONFINITE
 from sherlorch.ops import traits
 from sherlorch.source import short
@@ -78,11 +78,11 @@ class Examiner:
             return 0
 
 
-def mark_consumed(parents: Iterable[Record]) -> None:
+def mark_consumed(parents: Iterable[Record], differentiable: bool = False) -> None:
     """A call took these as input; of interest for non-finite ones only."""
     for parent in parents:
         if parent.bits & NONFINITE:
-            parent.bits |= CONSUMED
+            parent.bits |= CONSUMED | GRAPH if differentiable else CONSUMED
 
 
 def loses_infinity(plan: OpFacts, bits: int, dtype: torch.dtype) -> bool:

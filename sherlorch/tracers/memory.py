@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable
 
 import torch
@@ -295,9 +295,13 @@ class Memory:
             for record in seen + (base if rest is None or bool(rest.any()) else []):
                 yield from record.parents if record.bits & ALIAS else (record,)
 
-    def distrust(self) -> None:
-        """Storages may be written from now on without notice: read each again before its node is believed."""
-        for entry in list(self.table.values()):
+    def distrust(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """These storages, or all, may be written from now on without notice: read each again before its node
+        is believed."""
+        entries: Iterable[Entry | None] = list(self.table.values())
+        if tensors is not None:
+            entries = [self.table.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        for entry in filter(None, entries):
             if entry.node is not None:
                 self.views(entry, None)
             entry.more = entry.more or More()

@@ -373,7 +373,7 @@ class Recorder(Ledger):
                     bits = 0
                     consumes = False
         if bits & NONFINITE and (dtype in self.floating or loses_infinity(plan, bits, dtype)):
-            mark_consumed(parents)
+            mark_consumed(parents, out.requires_grad)
         if state & _UNUSUAL:
             late = Late(named, law == PERMUTES and bool(parents), consumes)
             self.settle(plan, out, record, parents, late)
@@ -623,6 +623,9 @@ class Recorder(Ledger):
             loss = next(tensors_in(losses), None)
             if loss is not None:
                 self.last_backward = (plan, self.node_of(loss), Site(*self.where(frame)))
+                gradients = [ref() for ref in self.gradients.values()]
+                held = [anchor(gradient) for gradient in gradients if gradient is not None]
+                self.memory.distrust(gradient for gradient in held if gradient is not None)
         except Exception as problem:
             self.miss(plan, problem)
 
