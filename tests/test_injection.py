@@ -7,13 +7,14 @@ culprit is that very call.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
 import os
 import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from sherlorch.ops import Law, law_of_call
 
 INJECTIONS = int(os.environ.get("SHERLORCH_INJECTIONS", "12"))
 SEED = int(os.environ.get("SHERLORCH_SEED", "0"))
+LEVELS = ["aten", "function"]
 UNSEEN = "tensor that was written where the tracer did not look"
 _NOT_THE_USERS = {"torch", "sherlorch", "contextlib", "functools", "test_injection"}
 _STATISTICS = ("running_mean", "running_var")
@@ -353,7 +355,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("level", ["aten", "function"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -361,3 +363,146 @@ def test_the_first_culprit_is_the_corrupted_call(name: str, level: str) -> None:
     count = INJECTIONS if level == "aten" else INJECTIONS // 2
     wrong = [problem for problem in trials(name, level, count, random.Random(SEED)) if problem]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_wrong_answer_would_be_noticed() -> None:
+    call = next(call for call in calls_of("vae", 0, "aten") if call.op == "aten.exp.default")
+    program, injector = warmed("vae", 0), Injector(call.number, random.Random(0))
+    with BelowAten(injector), sherlorch.trace(level="aten") as tracker:
+        loss = program.step(injector.enter)
+    assert injector.fault is not None
+    fault = Fault(call, *injector.fault[1:], fast=True)
+    report = tracker.diagnose(loss)
+    (culprit,) = report.culprits
+    assert not list(_wrong(report, "", culprit, fault))
+    assert list(_wrong(report, "", culprit.parents[0], fault))
+    assert list(_wrong(tracker.diagnose(program.batch["x"]), "", culprit, fault))
+    for change in ({"line": "models.py:1"}, {"phase": "backward"}, {"autograd": "ExpBackward0"}):
+        assert list(_wrong(report, "", culprit, replace(fault, call=replace(call, **change))))
+    assert list(_wrong(report, "", culprit, replace(fault, index=(9, 9))))
+
+
+# Kinds of faults that long runs got wrong once.
+
+
+def test_the_forward_op_of_a_write_is_the_write_and_not_the_copy_that_autograd_makes_for_it() -> None:
+    w = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
+    with sherlorch.trace(level="aten") as tracker:
+        x = torch.ones(3)
+        x.mul_(w)
+        x.pow_(2.5)
+        x.sum().backward()
+    pairs = {(node.autograd_node, node.forward.op_name) for node in tracker.nodes if node.forward is not None}
+    assert pairs == {
+        ("MulBackward0", "aten.mul_.Tensor"),
+        ("PowBackward0", "aten.pow_.Scalar"),
+        ("SumBackward0", "aten.sum.default"),
+    }
+
+
+def test_the_line_of_a_write_to_a_view_is_its_own() -> None:
+    w = torch.zeros(3, requires_grad=True)
+    with sherlorch.trace(level="aten") as tracker:
+        board = torch.zeros(2, 3)
+        board[0].add_(w).sqrt_()  # the slope is infinite
+        loss = board.mul(3).sum()
+        loss.backward()
+    (culprit,) = tracker.diagnose(w.grad).culprits
+    assert culprit.phase == "backward"
+    assert _text(culprit.location) == "board[0].add_(w).sqrt_()  # the slope is infinite"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_written_may_be_read_as_well(level: str) -> None:
+    with sherlorch.trace(level=level) as tracker:
+        x = torch.zeros(2) / 0
+        torch.maximum(x, torch.ones(2), out=x)
+    assert [_base(culprit) for culprit in tracker.diagnose(x).culprits] == ["div"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_number_read_out_of_a_tensor_carries_its_fault(level: str) -> None:
+    with sherlorch.trace(level=level) as tracker:
+        scale = (torch.zeros(2) / 0).mean().item()
+        y = torch.ones(2) * scale
+        z = torch.tensor([1.0, scale]).sum()
+        mask = torch.ones(3).masked_fill(torch.tensor([True, False, False]), float("-inf")).softmax(0)
+    for bad in (y, z):
+        assert [_base(culprit) for culprit in tracker.diagnose(bad).culprits] == ["div"]
+    assert tracker.diagnose(mask).ok
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_buffer_gone_bad_is_not_forgotten_because_something_absorbed_it(level: str) -> None:
+    scale = torch.ones(3)
+    with sherlorch.trace(level=level) as tracker:
+        scale.mul_(torch.tensor([1.0, 1.0, 0.0]).reciprocal())
+        y = torch.ones(3) / scale
+    assert tracker.diagnose(y).ok
+    assert [_base(culprit) for culprit in tracker.diagnose().culprits] == ["reciprocal"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_infinity_that_becomes_an_integer_is_absorbed(level: str) -> None:
+    distance = torch.arange(4)
+    with sherlorch.trace(level=level) as tracker:  # as T5 sorts distances into buckets
+        far = torch.log(distance.float()).to(torch.long)
+        bucket = torch.where(distance < 2, distance, far)
+        loss = torch.ones(4)[bucket.clamp(max=3)].sum()
+    assert tracker.diagnose().ok
+    assert tracker.diagnose(loss).ok
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_write_behind_the_back_is_found_where_it_is_asked_for(level: str) -> None:
+    with sherlorch.trace(level=level) as tracker:
+        x = torch.ones(3).clone()
+        x.numpy()[1] = math.nan
+    report = tracker.diagnose(x)
+    assert [(culprit.name, culprit.origin) for culprit in report.culprits] == [(UNSEEN, "outside")]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_healthy_ctc_loss_has_no_fault(level: str) -> None:
+    logits = torch.linspace(-1, 1, 70).view(7, 2, 5).requires_grad_()
+    with sherlorch.trace(level=level, on_nonfinite="raise") as tracker:
+        loss = torch.nn.functional.ctc_loss(
+            logits.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([7, 5]), torch.tensor([2, 1])
+        )
+        loss.backward()
+    assert tracker.diagnose().ok
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_function_level_sees_every_kind_of_optimizer_step(options: dict[str, bool]) -> None:
+    p = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.AdamW([p], **options)
+    for below in (contextlib.nullcontext(), BelowAten(Injector())):
+        with torch.no_grad():
+            p.fill_(1)
+        with below, sherlorch.trace(level="function") as tracker:
+            loss = (p / torch.tensor([0.0, 1.0, 1.0])).sum()
+            loss.backward()
+            optimizer.step()
+        assert [_base(culprit) for culprit in tracker.diagnose(p).culprits] == ["div"]
+
+
+def test_function_level_reads_accumulated_gradients_again() -> None:
+    p = torch.ones(3, requires_grad=True)
+    with sherlorch.trace(level="function") as tracker:
+        (p * 2).sum().backward()
+        norm = p.grad.norm()
+        (p / torch.tensor([0.0, 1.0, 1.0])).sum().backward()
+        p.grad.mul_(2)
+        worse = p.grad.norm()
+    assert tracker.diagnose(norm).ok
+    assert [_base(culprit) for culprit in tracker.diagnose(worse).culprits] == ["div"]
+
+
+def _base(node: OpNode) -> str:
+    return node.op_name.split(".")[-2:][0].strip("_")
+
+
+def _text(location: str | None) -> str:
+    path, _, line = (location or "").rpartition(":")
+    return linecache.getline(path, int(line)).strip()
