@@ -279,6 +279,7 @@ class ProvenanceTracker:
         hidden = (
             self.level == "function"
             and (record is None or bool(record.bits & LEAF))
+            and not (tensor.requires_grad and tensor.is_leaf)  # a parameter: no need for the long look
             and _gradient_owner(tensor) is not None
         )
         if record is None or hidden:

@@ -339,15 +339,23 @@ class Memory:
             more = entry.more = more or More()
             more.writes[key] = record
             return record
+        whole = covers_storage(tensor)
         parts = [node for _, node in wanted] + ([base] if base is not None else [])
         if base is None or (len(parts) > 1 and any(part.bits & (NONFINITE | PENDING) for part in parts)):
             with unseen():
                 parts, rest = _visible(tensor.untyped_storage().nbytes(), key, wanted)
                 if rest is None or bool(rest.any()):
-                    parts.append(base if base is not None else self._leaf_of(tensor, key, rest))
+                    if base is None:
+                        base = self._leaf_of(tensor, key, rest)
+                        if whole:
+                            entry.node = base
+                        elif more is not None:
+                            more.writes = {key: base, **more.writes}
+                    parts.append(base)
         record = self._merge(tensor, parts)
-        if covers_storage(tensor):
-            # It stands for everything written so far: later reads need not look behind it.
+        if whole and (not record.bits & (NONFINITE | PENDING) or len(written) > _MANY_VIEWS):
+            # It stands for everything written so far: later reads need not look behind it. What is bad or may
+            # be is better known by its parts, since some of them may be overwritten.
             entry.node = record
             if more is not None:
                 more.writes.clear()
