@@ -475,11 +475,9 @@ def test_a_healthy_ctc_loss_has_no_fault(level: str) -> None:
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_function_level_sees_every_kind_of_optimizer_step(options: dict[str, bool]) -> None:
-    p = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.AdamW([p], **options)
     for below in (contextlib.nullcontext(), BelowAten(Injector())):
-        with torch.no_grad():
-            p.fill_(1)
+        p = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.AdamW([p], **options)
         with below, sherlorch.trace(level="function") as tracker:
             loss = (p / torch.tensor([0.0, 1.0, 1.0])).sum()
             loss.backward()
