@@ -47,11 +47,11 @@ class Examiner:
             named = meant(plan, args, kwargs, state)
             if named:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
-            if _is_scratch(plan, out):
+            if is_scratch(plan, out):
                 return state | CONSTANT, Extra(negative=not state & NAN)
         else:
             born = self._newly_bad(plan, args, kwargs, out, old)
-            if born and (meant(plan, args, kwargs, born) or _is_scratch(plan, out)):
+            if born and (meant(plan, args, kwargs, born) or is_scratch(plan, out)):
                 born = 0
             propagated = inputs & NAN or not state & NAN
             if propagated and not born and not (plan.combines and self._reruns < _MOST_RERUNS):
@@ -126,7 +126,7 @@ def explains(named: Sequence[float], state: int) -> bool:
     return bool(named) and (not state & NAN or any(value != value for value in named))
 
 
-def _is_scratch(plan: OpFacts, out: Tensor) -> bool:
+def is_scratch(plan: OpFacts, out: Tensor) -> bool:
     """Is this what an op hands to its own backward, rather than a result?"""
     return plan.base in traits.HAVE_SCRATCH and out.dim() > 1
 

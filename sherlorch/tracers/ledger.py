@@ -75,6 +75,8 @@ class Late(NamedTuple):
     named: Sequence[float] = ()  # non-finite values that the program gave it
     inherits: bool = False  # a law gives the state of the result
     consumes: bool = True  # it took its inputs in, rather than stand for one of them
+    differentiable: bool = False  # autograd will differentiate through it
+    scratch: bool = False  # its result is memory of the op's own, where infinities are meant
 
 
 _AT_ONCE = Late()
@@ -442,7 +444,7 @@ class Ledger:
             inputs |= parent.bits & NONFINITE
         facts = record.facts
         if late.consumes and (record.dtype in self.floating or loses_infinity(facts, inputs, record.dtype)):
-            mark_consumed(record.parents)
+            mark_consumed(record.parents, late.differentiable)
         state = (inputs | INHERITED if late.inherits else 0) if answer is None else answer[0]
         record.bits = record.bits & ~PENDING | state
         if record.bits & LEAF and record.parents:
@@ -459,10 +461,11 @@ class Ledger:
             record.extra = record.extra or Extra()
             record.extra.range = answer[1:3]
             record.extra.mask = answer[3]
-        if not inputs and explains(late.named, state):
+        named = explains(late.named, state)
+        if not inputs and (named or late.scratch):
             record.bits |= CONSTANT
             record.extra = record.extra or Extra()
-            record.extra.negative = all(value < 0 for value in late.named)
+            record.extra.negative = all(value < 0 for value in late.named) if named else not state & NAN
         if getattr(facts, "lifts", False) and not record.parents:
             code, record.code = record.code, None
             record.bits = record.bits & ~CONSTANT | LEAF

@@ -49,6 +49,7 @@ from sherlorch.tracers.arguments import (
     version_of,
 )
 from sherlorch.tracers.faults import (
+    is_scratch,
     leaf_evidence,
     loses_infinity,
     mark_consumed,
@@ -375,7 +376,8 @@ class Recorder(Ledger):
         if bits & NONFINITE and (dtype in self.floating or loses_infinity(plan, bits, dtype)):
             mark_consumed(parents, out.requires_grad)
         if state & _UNUSUAL:
-            late = Late(named, law == PERMUTES and bool(parents), consumes)
+            inherits = law == PERMUTES and bool(parents)
+            late = Late(named, inherits, consumes, out.requires_grad, is_scratch(plan, out))
             self.settle(plan, out, record, parents, late)
         elif bits & PENDING and plan.moves:
             self._wait(record, None)
