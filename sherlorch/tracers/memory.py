@@ -56,7 +56,7 @@ class More:
         self.writes: dict[Geometry, Record] = {}  # oldest first
         # Results with the geometry of an older node (detach, a view of the same shape) are told apart by
         # object.
-        self.twins: dict[int, tuple[weakref.ref[Tensor], Record]] = {}
+        self.twins: dict[int, tuple[weakref.ref[Tensor], Geometry, Record]] = {}
         self.mixed = False  # viewed as several dtypes: the bits of a finite number may be NaN as another
         self.stale = False  # someone may have written while the tracer was not looking
         self.trusted: set[Geometry] = set()  # what was read or written since
@@ -190,12 +190,16 @@ class Memory:
         views = self.views(entry, None)
         key = geometry(tensor)
         more = entry.more
+        known = None
         if more is not None:
             if more.stale and key not in more.trusted:
-                return self._read_again(entry, more, key, tensor)
-            twin = more.twins.get(id(tensor))
-            if twin is not None and twin[0]() is tensor:
-                return twin[1]
+                known = self._read_again(entry, more, key, tensor)
+            twins = entry.more.twins if entry.more is not None else {}
+            twin = twins.get(id(tensor))
+            if twin is not None and twin[0]() is tensor and twin[1] == key:  # `resize_` moves a tensor
+                return twin[2]
+        if known is not None:
+            return known
         record = views.get(key)
         if record is None:
             record = views[key] = self._assemble(entry, key, tensor)
@@ -235,9 +239,9 @@ class Memory:
         if self.by_object:
             more = entry.more = entry.more or More()
             if len(more.twins) >= _MANY_TWINS:
-                for dead in [number for number, (ref, _) in more.twins.items() if ref() is None]:
+                for dead in [number for number, (ref, *_) in more.twins.items() if ref() is None]:
                     del more.twins[dead]
-            more.twins[id(tensor)] = (weakref.ref(tensor), record)
+            more.twins[id(tensor)] = (weakref.ref(tensor), geometry(tensor), record)
         return self.by_object
 
     def write(self, tensor: Tensor, record: Record) -> None:

@@ -32,10 +32,10 @@ def newly_bad(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Mapping[str,
     if not _OPAQUE.isdisjoint(named):
         return 0
     written = [name for name, value in named.items() if value is out]
-    if written and not all(name in old for name in written):
+    if written and (_overlaps_itself(out) or not all(name in old for name in written)):
         return 0
-    place = next(iter(written), None)
     results = {name for position, name, _ in plan.writes if position < 0} | {"out"}
+    place = next((name for name in written if name not in results), None)
     inputs = {name: old.get(name, value) for name, value in named.items() if name not in results}
     if plan.has_schema and not results.isdisjoint(named):
         return 0  # the overload cannot run without the memory it writes
@@ -66,6 +66,12 @@ def _broadcasts(tensor: Tensor, out: Tensor) -> bool:
     """Does each element of `out` belong to one of `tensor`? (`max` also names a reduction: none does.)"""
     sizes = zip(tensor.shape[::-1], out.shape[::-1])
     return tensor.dim() <= out.dim() and all(size in (1, of_out) for size, of_out in sizes)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Do several elements lie in one place, so that a copy cannot be written as the tensor was?"""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return steps + 1 < tensor.numel()
 
 
 def _can_be_repaired(value: Any) -> bool:
