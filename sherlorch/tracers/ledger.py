@@ -244,8 +244,9 @@ class Ledger:
     def leaf_unseen(self, tensor: Tensor) -> Record:
         """The leaf of a bad tensor that was made good, as far as was seen."""
         leaf = self._leaf(tensor)
-        if leaf.extra is not None and not leaf.extra.name:
-            leaf.extra.name = "tensor that was written where the tracer did not look"
+        if leaf.extra is not None:
+            leaf.extra.mask = False  # it was no mask when it was seen
+            leaf.extra.name = leaf.extra.name or "tensor that was written where the tracer did not look"
         return leaf
 
     def _leaf(self, tensor: Tensor) -> Record:
