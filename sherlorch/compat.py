@@ -29,13 +29,32 @@ def never_compile(code: CodeType) -> None:
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
 
 
+class _ForcedEager:
+    """What ``torch.compiler.set_stance("force_eager")`` does, in a tenth of its time."""
+
+    __slots__ = ("_before", "_frames")
+
+    def __init__(self, frames: Any) -> None:
+        self._frames = frames
+
+    def __enter__(self) -> None:
+        self._before = self._frames._stance
+        self._frames._stance = self._frames.DynamoStance("force_eager")
+
+    def __exit__(self, *exc: Any) -> None:
+        self._frames._stance = self._before
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled functions run eagerly: Dynamo would trace into a function mode instead of calling it.
 
     Nothing before torch 2.6, or while Dynamo is not loaded (loading it takes seconds).
     """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if hasattr(frames, "_stance") and hasattr(frames, "DynamoStance"):
+        return _ForcedEager(frames)
     compiler: Any = getattr(torch, "compiler", None)
-    stance: Any = getattr(compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    stance: Any = getattr(compiler, "set_stance", None) if frames is not None else None
     return nullcontext() if stance is None else stance("force_eager")
 
 

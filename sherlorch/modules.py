@@ -34,6 +34,8 @@ class ModuleWatch:
 
     def unwatch(self) -> None:
         """Remove every hook; names stay, since reports are asked for after the block."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

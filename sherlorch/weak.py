@@ -11,11 +11,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def weakly(method: Method) -> Method:
     """The bound method, without the cycle: an owner of its callers is freed when its last user lets go."""
-    reference = weakref.WeakMethod(method)
+    owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
+    function = method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> Any:
-        target = reference()
+        target = owner()
         assert target is not None, "the owner of this method is gone"
-        return target(*args)
+        return function(target, *args)
 
     return call  # type: ignore[return-value]

@@ -316,7 +316,7 @@ OUTSIDE = torch.ones(5)
 
 @LEVELS
 def test_failures_of_a_kind_are_told_once_with_their_number(level: str, monkeypatch) -> None:
-    monkeypatch.setattr(Memory, "start_leaf", fail)
+    monkeypatch.setattr(Recorder, "first_sight", fail)
     with sherlorch.trace(level=level) as tracker:
         assert (OUTSIDE + 1).sum() + (OUTSIDE + 1).sum() == 20
     assert sorted(tracker._recorder.unseen.values()) == [1, 2, 3]  # eq, sum, add

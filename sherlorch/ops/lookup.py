@@ -73,9 +73,10 @@ def _unconditional(group: Group | None) -> Law | None:
 
 def _casts(args: Arguments, kwargs: Keywords) -> bool:
     """`view(dtype)` reinterprets bits, `softmax(dtype=)` narrows, and `out=` has a dtype of its own."""
-    return kwargs.get("out") is not None or any(
-        isinstance(value, torch.dtype) for value in (*args, *kwargs.values())
-    )
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is torch.dtype:
+            return True
+    return kwargs.get("out") is not None
 
 
 def _group_of(func: object) -> Group | None:

@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from sherlorch.tracers.memory import anchor, geometry, inner_tensors, may_overlap
 
 SCALAR, TENSOR, NESTED, WRAPPER = 0, 1, 2, 3
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 kinds: dict[type, int] = {
     int: SCALAR, float: SCALAR, bool: SCALAR, complex: SCALAR, str: SCALAR, type(None): SCALAR, torch.dtype:

@@ -162,18 +162,19 @@ def _scan(tensor: Tensor) -> int:
     return health.scan(tensor)
 
 
-def _total(tensor: Tensor) -> Any:
-    """Sum of a dense tensor without autograd's notice; NaN where other modes would listen."""
+def _total(tensor: Tensor, reduction: Callable[[Tensor], Tensor] = _sum) -> Any:
+    """Sum (or least, or greatest element) of a dense tensor without autograd's notice; NaN where other modes
+    would listen."""
     if _len_torch_dispatch_stack():
         return math.nan
     if tensor.requires_grad and _is_grad_enabled():
         _set_grad_enabled(False)  # as torch.no_grad(), which costs a microsecond
         try:
-            return _sum(tensor).item()
+            return reduction(tensor).item()
         finally:
             _set_grad_enabled(True)
-    return _sum(tensor).item()
+    return reduction(tensor).item()
 
 
-def _unknown(tensor: Tensor) -> float:
+def _unknown(tensor: Tensor, reduction: Any = None) -> float:
     return math.nan

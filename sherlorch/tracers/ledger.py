@@ -32,7 +32,7 @@ from sherlorch.graph import (
     Record,
     Scope,
 )  # fmt: skip
-from sherlorch.health import NAN, NONFINITE, SUMMED
+from sherlorch.health import FLOATING, NAN, NONFINITE, SUMMED
 from sherlorch.source import short
 from sherlorch.tracers.faults import (
     Examiner,
@@ -43,7 +43,7 @@ from sherlorch.tracers.faults import (
     mark_consumed,
     place_leaves,
 )
-from sherlorch.tracers.memory import Memory, anchor
+from sherlorch.tracers.memory import PLAIN, EarlierEntry, Memory, anchor
 from sherlorch.tracers.plan import Plan
 from sherlorch.weak import weakly
 
@@ -155,7 +155,7 @@ class Ledger:
         # May the usual call be taken the short way: all dtypes scanned, on the CPU, out of nobody's sight?
         self.usual = check_dtypes is None and not defer
         self.below_autograd = False
-        self.total: Callable[[Tensor], Any] = lambda tensor: math.nan
+        self.total: Callable[..., Any] = lambda tensor: math.nan
         self.forward_scope = self.scope = Scope(FORWARD)
         self.step_line: tuple[Any, int] | None = (
             None  # the user's line of the torch optimizer step that runs now
@@ -198,7 +198,7 @@ class Ledger:
         except (NotImplementedError, RuntimeError):
             return self._node_without_storage(tensor)
         if entry is None:
-            return self.memory.start_leaf(tensor)
+            return self.first_sight(tensor)
         if entry.views is None:
             node = entry.node
             if not node.bits & NONFINITE:  # type: ignore[union-attr]
@@ -249,32 +249,45 @@ class Ledger:
             leaf.extra.name = leaf.extra.name or "tensor that was written where the tracer did not look"
         return leaf
 
+    def first_sight(self, tensor: Tensor) -> Record:
+        """The leaf of a tensor whose storage was never seen; the usual one (dense, finite, of plain memory)
+        is written out here."""
+        dtype = tensor.dtype
+        storage = tensor.untyped_storage()
+        if (
+            not self.usual
+            or not self.keep_all
+            or self.has_names
+            or self.gradients
+            or type(tensor) not in PLAIN
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.numel() * tensor.element_size() != storage.nbytes()
+            or tensor.is_nested
+        ):
+            return self.memory.start_leaf(tensor)
+        if dtype in SUMMED:
+            total = tensor.sum().item() if self.below_autograd else self.total(tensor)
+            if total - total != 0:
+                return self.memory.start_leaf(tensor)
+        elif dtype in FLOATING:
+            return self.memory.start_leaf(tensor)
+        seq = self.seq = self.seq + 1
+        record = Record(
+            seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, self.forward_scope, None, None, None
+        )
+        self.records.append(record)
+        entry = EarlierEntry(storage, self.memory.forget)
+        entry.key = key = storage._cdata
+        entry.node = record
+        entry.views = None
+        entry.more = None
+        self.table[key] = entry
+        return record
+
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
         bits = LEAF | GRADIENT if self.gradients and self._is_gradient(tensor) else LEAF
-        usual = self.usual and self.keep_all and not self.has_names
-        if usual and dtype in SUMMED and tensor.is_cpu and _has_plain_memory(tensor):
-            total = tensor.sum().item() if self.below_autograd else self.total(tensor)
-            if total - total == 0:  # the usual leaf, without calls of its own
-                seq = self.seq = self.seq + 1
-                record = Record(
-                    seq,
-                    seq,
-                    _LEAF,
-                    tensor.shape,
-                    dtype,
-                    CPU,
-                    bits,
-                    (),
-                    None,
-                    0,
-                    self.forward_scope,
-                    None,
-                    None,
-                    None,
-                )
-                self.records.append(record)
-                return record
         device = CPU if tensor.is_cpu else tensor.device
         state = 0
         if dtype in self.floating:
@@ -495,10 +508,6 @@ class Ledger:
         if held is None or held.dtype not in self.floating:
             return 0
         return self.scan(held) if held.is_cpu and not self.defer else PENDING
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
 
 def _condense(record: Record) -> None:

@@ -25,7 +25,7 @@ Geometry = tuple[Any, Sequence[int], Sequence[int], torch.dtype]  # offset, shap
 _LARGEST_MASK = 1 << 28  # bytes of a storage up to which overlap is computed cell by cell
 _MANY_TWINS = 32
 _MANY_VIEWS = 64
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Entry(StorageReference):  # type: ignore[misc]
@@ -81,7 +81,7 @@ def anchor(tensor: Tensor) -> Tensor | None:
     """The strided tensor whose memory holds the values of `tensor`; None where there is no such memory."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return anchor(torch._C._functorch.get_unwrapped(tensor))
-    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
         inner = inner_tensors(tensor)
         return anchor(inner[0]) if inner else None
     layout = tensor.layout

@@ -11,6 +11,7 @@ import torch
 from sherlorch.graph import OpFacts
 from sherlorch.ops import Law, law_of_call, law_of_function, law_of_overload, traits
 from sherlorch.ops.lookup import has_conditional_law
+from sherlorch.tracers.bindings import binding_of
 
 NO_LAW, PERMUTES, SELECTS = 0, 1, 2
 _LAWS = {Law.PERMUTES: PERMUTES, Law.SELECTS: SELECTS}
@@ -39,6 +40,7 @@ class Plan(OpFacts):
         "random",
         "root",
         "unmarked",
+        "unusual",
         "writes",
     )
 
@@ -58,6 +60,7 @@ class Plan(OpFacts):
         self.call: Callable[..., Any] = func
         self.law = NO_LAW
         self.conditional = False  # the law depends on the arguments
+        self.unusual = False  # zeros without memory, which must not be summed; results that go by element
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
         self.bounded = False
@@ -117,15 +120,15 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher order operator
         return plan
-    plan.call = func._op
+    plan.call = binding_of(func)
     law = law_of_overload(func)
     plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
-    # Zeros without memory must not be summed in the usual way.
-    plan.conditional = (fast and law is None and has_conditional_law(func)) or base == "_efficientzerotensor"
+    plan.conditional = fast and law is None and has_conditional_law(func)
     plan.bounded = law is Law.BOUNDED
     plan.moves = plan.moves or law is Law.PERMUTES or (law is Law.SELECTS and _views(schema))
     plan.writes = traits.written_arguments(schema, base)
     plan.by_element = base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    plan.unusual = base == "_efficientzerotensor" or plan.by_element
     plan.keeps_old = (
         bool(plan.writes) and not plan.by_element and plan.root not in _CHEAP_IN_PLACE and not plan.overwrites
     )
@@ -183,7 +186,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
     differentiates = func is torch.autograd.grad  # shares its name with the getter
     plan.ignored = name in _NO_VALUES and not differentiates
     plan.is_gradient = name == "grad" and not differentiates
-    plan.by_element = name.startswith("_foreach_")
+    plan.by_element = plan.unusual = name.startswith("_foreach_")
     plan.unmarked = name in _FUNCTION_STATS
     in_place = name.endswith("_") and not name.endswith("__") and name not in traits.MOVES_TENSOR
     if not plan.ignored and (in_place or name == "__setitem__" or plan.unmarked or _may_write(func)):
@@ -201,7 +204,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         schema = _schema_of(name)
         plan.writes = traits.written_arguments(schema, name) if schema is not None else plan.writes
         plan.has_schema = schema is not None
-        plan.by_element = True
+        plan.by_element = plan.unusual = True
     return plan
 
 

@@ -36,10 +36,9 @@ from sherlorch.graph import (
     Record,
     Scope,
 )  # fmt: skip
-from sherlorch.health import FLOATING, NONFINITE, SUMMED
+from sherlorch.health import FLOATING, INF, NONFINITE, SUMMED
 from sherlorch.source import ENGINE, INTERNAL, USER
 from sherlorch.tracers.arguments import (
-    PLAIN,
     SCALAR,
     TENSOR,
     kinds,
@@ -58,8 +57,8 @@ from sherlorch.tracers.faults import (
     takes_bad_number,
 )
 from sherlorch.tracers.ledger import CPU, Late, Ledger, Site
-from sherlorch.tracers.memory import Entry, anchor
-from sherlorch.tracers.plan import PERMUTES, Plan
+from sherlorch.tracers.memory import PLAIN, Entry, anchor
+from sherlorch.tracers.plan import NO_LAW, PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
 
 _LINKS_KEPT = 1_000_000
@@ -73,8 +72,8 @@ _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 _UNUSUAL = NONFINITE | PENDING
-_UNCOMMON = _UNUSUAL | GRADIENT
 _sum = torch.sum
+_amin, _amax = torch.amin, torch.amax
 _current_autograd_node = torch._C._current_autograd_node
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _frame_kinds = source.kinds
@@ -96,37 +95,7 @@ class Recorder(Ledger):
         end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
         """
         table = self.table
-        parents: list[Record] = []
-        bits = 0
-        for arg in args:
-            kind = kinds.get(type(arg))
-            if kind == TENSOR:
-                try:
-                    entry = table.get(arg.untyped_storage()._cdata)
-                    if entry is None:
-                        node = self.node_of(arg)
-                    elif entry.views is None:
-                        node = entry.node  # type: ignore[assignment]
-                        if node.bits & NONFINITE:
-                            node = self.memory.read(entry, arg)
-                    elif entry.more is None:
-                        found = entry.views.get((arg.storage_offset(), arg.shape, arg.stride(), arg.dtype))
-                        node = found if found is not None else self.memory.read(entry, arg)
-                    else:
-                        node = self.memory.read(entry, arg)
-                except (
-                    NotImplementedError,
-                    RuntimeError,
-                ):  # sparse and opaque tensors; nested ones have no shape
-                    node = self.node_of(arg)
-                parents.append(node)
-                bits |= node.bits
-            elif kind != SCALAR:
-                bits |= self.gather(arg, parents)
-        if kwargs:
-            for value in kwargs.values():
-                if kinds.get(type(value)) != SCALAR:
-                    bits |= self.gather(value, parents)
+        parents, bits = self.inputs(args, kwargs)
         if plan.blind:
             parents.clear()
             bits = 0
@@ -156,66 +125,131 @@ class Recorder(Ledger):
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
 
-        if type(out) is not Tensor or bits & _UNUSUAL or not self.usual or plan.conditional or not out.is_cpu:
+        if bits & PENDING or not self.usual or plan.unusual:
             site = Site(code, instruction, scope, link, autograd)
             self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
             return
-        try:
-            storage = out.untyped_storage()
-            shape = out.shape
-        except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
-            site = Site(code, instruction, scope, link, autograd)
-            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
-            return
-        key = storage._cdata
-        entry = table.get(key)
-        dtype = out.dtype
-        if entry is None:
-            if plan.law and parents:
-                state |= INHERITED
-                self.inherited += 1
-            elif dtype in SUMMED:
-                total = _sum(out).item() if self.below_autograd else self.total(out)
-                if total - total != 0:
-                    site = Site(code, instruction, scope, link, autograd)
-                    self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
-                    return
-            elif dtype in FLOATING:
-                state |= self.scan(out)
-                if state & NONFINITE:
-                    site = Site(code, instruction, scope, link, autograd)
-                    self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
-                    return
-        elif not plan.law or not parents or out is args[0] or kinds.get(type(args[0])) != TENSOR:
-            site = Site(code, instruction, scope, link, autograd)
-            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
-            return
-        else:
-            state |= INHERITED
-            self.inherited += 1
-        seq = self.seq = self.seq + 1
-        record = Record(
-            seq, seq, plan, shape, dtype, CPU, state, tuple(parents) if self.keep_all else (),
-            code, instruction, scope, link, autograd, None,
-        )  # fmt: skip
-        if entry is None:
-            entry = table[key] = Entry(storage, self.memory.forget)
-            entry.key = key
-            entry.node = record
-            entry.views = None
-            entry.more = None
-        else:
-            views = entry.views if entry.views is not None else self.memory.views(entry, args[0])
-            if views.setdefault((out.storage_offset(), shape, out.stride(), dtype), record) is not record:
-                self.memory.adopt(entry, out, record)
-        if self.keep_all:
-            self.records.append(record)
+        bad = bits & NONFINITE
+        law = NO_LAW if bad else plan.law if not plan.conditional else plan.law_for(args, kwargs)
+        keep_all = self.keep_all
+        inputs = tuple(parents)
+        call = self.seq + 1
+        record: Record | None = None
+        for result in out if type(out) is tuple or type(out) is list else (out,):
+            usual = type(result) is Tensor and result.is_cpu
+            if usual:
+                try:
+                    storage = result.untyped_storage()
+                    shape = result.shape
+                except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
+                    usual = False
+            if usual:
+                key = storage._cdata
+                entry = table.get(key)
+                dtype = result.dtype
+                flags = state
+                if entry is None:
+                    if law and inputs:
+                        flags |= INHERITED
+                        self.inherited += 1
+                    elif dtype in SUMMED:
+                        total = _sum(result).item() if self.below_autograd else self.total(result)
+                        if total - total != 0:
+                            site = Site(code, instruction, scope, link, autograd)
+                            if total == total and plan.constant and not bad:
+                                constant = self.add_constant(
+                                    plan, args, kwargs, result, total, inputs, state, site, call
+                                )
+                                if constant is not None:
+                                    record = constant
+                                    continue
+                            usual = False
+                        elif bad:
+                            mark_consumed(inputs, result.requires_grad)
+                    elif bad:
+                        usual = False
+                    elif dtype in FLOATING:
+                        usual = not self.scan(result)
+                elif (
+                    law
+                    and inputs
+                    and result is not args[0]
+                    and kinds.get(type(args[0])) == TENSOR
+                    and (result is out or all(result is not arg for arg in args))
+                ):
+                    flags |= INHERITED
+                    self.inherited += 1
+                else:
+                    usual = False
+            if not usual:
+                site = Site(code, instruction, scope, link, autograd)
+                for each in tensors_in(result):
+                    record = self.add_result(plan, args, kwargs, each, inputs, bits, *site, call) or record
+                continue
+            seq = self.seq = self.seq + 1
+            record = Record(
+                seq, call, plan, shape, dtype, CPU, flags, inputs if keep_all else (),
+                code, instruction, scope, link, autograd, None,
+            )  # fmt: skip
+            if entry is None:
+                entry = table[key] = Entry(storage, self.memory.forget)
+                entry.key = key
+                entry.node = record
+                entry.views = None
+                entry.more = None
+            else:
+                views = entry.views
+                if views is None:
+                    viewed = args[0]
+                    if inputs[0] is entry.node:
+                        region = (viewed.storage_offset(), viewed.shape, viewed.stride(), viewed.dtype)
+                        views = entry.views = {region: inputs[0]}
+                    else:
+                        views = self.memory.views(entry, viewed)
+                region = (result.storage_offset(), shape, result.stride(), dtype)
+                if views.setdefault(region, record) is not record:
+                    self.memory.adopt(entry, result, record)
+            if keep_all:
+                self.records.append(record)
         if sequence != self.sequence:
-            if sequence == self.sequence + 1 and self.plain_links:
+            if sequence == self.sequence + 1 and self.plain_links and record is not None:
                 self.sequence = sequence
                 self.links.append(record)
             else:
                 self.tie(record, sequence)
+
+    def add_constant(
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Tensor,
+        total: float,
+        parents: tuple[Record, ...],
+        bits: int,
+        site: Site,
+        call: int,
+    ) -> Record | None:
+        """Add the usual mask: new memory that is finite but for the infinity that the call was given.
+
+        None where it is not as usual.
+        """
+        named = [value for value in (*args, *kwargs.values()) if type(value) is float and value - value != 0]
+        if not named or any(value != total for value in named):
+            return None
+        reduction = _amin if total < 0 else _amax
+        if (reduction(result).item() if self.below_autograd else self.total(result, reduction)) != total:
+            return None  # the sum overflowed
+        seq = self.seq = self.seq + 1
+        bits |= INF | CONSTANT | GRAPH if result.requires_grad else INF | CONSTANT
+        record = Record(
+            seq, call, plan, result.shape, result.dtype, CPU, bits, parents, *site, Extra(negative=total < 0)
+        )
+        if self.keep_all:
+            self.records.append(record)
+        self.memory.start(result, record)
+        self.settle(plan, result, record, parents)
+        return record
 
     def add_results(
         self,
@@ -254,16 +288,33 @@ class Recorder(Ledger):
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Record], int]:
         """The nodes of every tensor argument, and their bits joined."""
+        table = self.table
         parents: list[Record] = []
         bits = 0
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = kinds.get(type(value))
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            kind = kinds.get(type(arg))
             if kind == TENSOR:
-                node = self.node_of(value)
+                try:
+                    entry = table.get(arg.untyped_storage()._cdata)
+                    if entry is None:
+                        node = self.first_sight(arg)
+                    elif entry.views is None:
+                        node = entry.node  # type: ignore[assignment]
+                        if node.bits & NONFINITE:
+                            node = self.memory.read(entry, arg)
+                    elif entry.more is None:
+                        region = (arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)
+                        node = entry.views.get(region)  # type: ignore[assignment]
+                        if node is None:
+                            node = self.memory.read(entry, arg)
+                    else:
+                        node = self.memory.read(entry, arg)
+                except (NotImplementedError, RuntimeError):  # sparse, opaque; nested ones have no shape
+                    node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif kind != SCALAR:
-                bits |= self.gather(value, parents)
+            elif kind != SCALAR and not (type(arg) is list and arg and type(arg[0]) is int):
+                bits |= self.gather(arg, parents)
         return parents, bits
 
     def add_result(
@@ -703,24 +754,41 @@ class Recorder(Ledger):
                 return out
             code, instruction, scope, link, autograd = self.where(frame)
             dtype = target.dtype
-            usual = (
-                not bits & _UNCOMMON and self.usual and dtype in SUMMED and target.is_cpu and autograd is None
-            )
+            usual = not bits & _UNUSUAL and self.usual and dtype in SUMMED and target.is_cpu
             try:
-                entry = self.table.get(target.untyped_storage()._cdata) if usual else None
+                storage = target.untyped_storage() if usual else None
+                entry = self.table.get(storage._cdata) if storage is not None else None
                 shape = target.shape
             except (NotImplementedError, RuntimeError):  # a wrapper of functorch, nested
                 entry = None
-            if entry is not None and entry.views is None:
-                known = entry.node
-                if known is not None and known.shape == shape and known.dtype == dtype:
+            if entry is not None and entry.more is None and entry.node is not None:
+                views = entry.views
+                if views is None:
+                    known = entry.node
+                    whole = known.shape == shape and known.dtype == dtype
+                else:
+                    whole = (
+                        target.is_contiguous()
+                        and target.numel() * target.element_size() == storage.nbytes()  # type: ignore[union-attr]
+                        and not any(region[3] is not dtype for region in views)
+                    )
+                if whole:
                     total = _sum(target).item() if self.below_autograd else self.total(target)
                     if total - total == 0:
+                        flags = 0
+                        if bits & GRADIENT and scope.phase != BACKWARD:
+                            if scope.phase == FORWARD and not torch.is_grad_enabled():
+                                scope = self._optimizer
+                            if scope.phase != FORWARD and parents[0].bits & GRADIENT:
+                                flags = GRADIENT
+                        elif scope.phase == BACKWARD:
+                            flags = GRADIENT
                         seq = self.seq = self.seq + 1
                         record = entry.node = Record(
-                            seq, seq, plan, shape, dtype, CPU, 0, tuple(parents) if self.keep_all else (),
-                            code, instruction, scope, None, None, None,
+                            seq, seq, plan, shape, dtype, CPU, flags, tuple(parents) if self.keep_all else (),
+                            code, instruction, scope, link, autograd, None,
                         )  # fmt: skip
+                        entry.views = None
                         if self.keep_all:
                             self.records.append(record)
                         last = self.links[-1] if self.links else None
