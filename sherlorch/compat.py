@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +20,13 @@ CAN_MARK = hasattr(_frames, "set_code_exec_strategy")
 get_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 
-def never_compile(code: CodeType) -> None:
-    """Keep Dynamo away from a function and from all that it calls, at no cost per call; nothing where it
-    cannot be marked."""
+def never_compile(function: Any) -> None:
+    """Keep Dynamo away from a handler and from all that it calls, at no cost per call."""
+    function._torchdynamo_disable = True  # where Dynamo, loaded since, compiles what runs under the mode
+    function._torchdynamo_disable_msg = "a tracer looks at values"
     if CAN_MARK:
         skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
 
 
 class _ForcedEager:

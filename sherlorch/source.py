@@ -18,6 +18,7 @@ _ENGINE_FUNCTIONS = frozenset({"_engine_run_backward", "backward", "grad"})
 
 # id(code) -> INTERNAL, USER or ENGINE. Codes are kept alive so that an id can never name another code.
 kinds: dict[int, int] = {}
+not_users: set[int] = set()  # the ids of those that are INTERNAL or ENGINE
 _alive: list[CodeType] = []
 
 
@@ -30,6 +31,8 @@ def classify(frame: FrameType) -> int:
         engine = module.startswith("torch.autograd") and code.co_name in _ENGINE_FUNCTIONS
         kind = ENGINE if engine and "torch.autograd.function" not in module else INTERNAL
     kinds[id(code)] = kind
+    if kind != USER:
+        not_users.add(id(code))
     _alive.append(code)
     return kind
 

@@ -174,7 +174,7 @@ class ProvenanceTracker:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch() takes an nn.Module, got {type(model).__name__}: pass the model itself")
         self._modules.watch(model, name)
-        self._recorder.has_names = True
+        self._recorder.ask_names()
         return self
 
     def unwatch(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -425,3 +427,22 @@ def test_the_tracer_does_not_see_its_own_looks(level: str, defer: bool) -> None:
         assert tracker.node(x).has_inf
         assert len(tracker.graph) == len(tracker.nodes)
         assert tracker._recorder.seq == seen
+
+
+@pytest.mark.parametrize("before", ["", "with sherlorch.trace(level): torch.log(x)"])
+@LEVELS
+def test_what_is_compiled_inside_runs_traced_without_a_word(level: str, before: str) -> None:
+    """In a fresh process Dynamo is not loaded when the block begins."""
+    program = f"""
+import warnings, torch, sherlorch
+warnings.simplefilter("error", UserWarning)
+level, x = {level!r}, torch.ones(3)
+{before}
+with sherlorch.trace(level) as tracker:
+    loss = torch.compile(lambda x: torch.log(x - 1).sum(), backend="eager")(x)
+print(tracker.diagnose(loss).culprits[0].op_name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "log" in done.stdout
+    assert not done.stderr

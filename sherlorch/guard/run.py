@@ -93,8 +93,8 @@ def _tapped_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 functools.update_wrapper(_tapped_backward, _backward)
 functools.update_wrapper(_tapped_scale, _scale)
-never_compile(_tapped_backward.__code__)
-never_compile(_tapped_scale.__code__)
+never_compile(_tapped_backward)
+never_compile(_tapped_scale)
 
 
 def _tap(function: Any) -> Any:

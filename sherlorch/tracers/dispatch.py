@@ -45,7 +45,7 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nested = bool(torch._C._len_torch_dispatch_stack())
         self.recorder.scan = health.scan_unseen if nested else health.scan
         self.recorder.begin_scan = health.begin_scan_unseen if nested else health.begin_scan
-        self.recorder.below_autograd = not nested
+        self.recorder.direct = not nested
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -94,5 +94,5 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return plan
 
 
-never_compile(DispatchTracer.__torch_dispatch__.__code__)
+never_compile(DispatchTracer.__torch_dispatch__)
 _DISABLED = torch._C._disabled_torch_dispatch_impl

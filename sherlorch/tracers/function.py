@@ -37,6 +37,7 @@ class FunctionTracer(TorchFunctionMode):
         self._ledger = recorder
         self.recorder: Any = recorder
         self.enabled = True
+        self._alone = True  # no function mode further out listens
         self._fast = fast
         self._plans = _PLANS[fast]
         self._eager: list[AbstractContextManager[Any]] = []
@@ -47,6 +48,7 @@ class FunctionTracer(TorchFunctionMode):
         self._ledger.scan = health.scan_unseen if nested else _scan
         self._ledger.begin_scan = health.begin_scan_unseen if nested else _begin_scan
         self._ledger.total = _unknown if nested else _total
+        self._alone = not nested
         self.recorder = _Unseen(self._ledger) if nested and _enable is not None else self._ledger
         self._eager.append(eagerly())
         self._eager[-1].__enter__()
@@ -66,25 +68,45 @@ class FunctionTracer(TorchFunctionMode):
         if not self.enabled:
             return func(*args, **(kwargs or _NOTHING))
         frame = _getframe(1)
+        if plan.special or (kwargs and "out" in kwargs):
+            return self._special(plan, args, kwargs or _NOTHING, frame)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if type(out) is not Tensor:
+            kind = kinds.get(type(out))
+            if (kind if kind is not None else kind_of(type(out))) == SCALAR:
+                if type(out) is float and out - out != 0 and args and isinstance(args[0], Tensor):
+                    self.recorder.note_number(args[0])
+                return out
+        ledger = self._ledger
+        grad = False
+        try:
+            if self._alone and not _len_torch_dispatch_stack():
+                ledger.direct = True
+                grad = _is_grad_enabled()
+                if grad:  # off once for all scans of this call; torch.no_grad() costs a microsecond
+                    _set_grad_enabled(False)
+                    ledger.grad_off = True
+            self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
+        except (NonFiniteError, NonFiniteWarning) as error:
+            raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
+        except Exception as problem:
+            self.recorder.miss(plan, problem)
+        finally:
+            ledger.direct = False
+            if grad:
+                _set_grad_enabled(True)
+                ledger.grad_off = False
+        return out
+
+    def _special(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], frame: Any) -> Any:
+        """Calls that write arguments, hand out gradients, or make no value."""
         if plan.base == "backward":
             self.recorder.note_backward(plan, (args, kwargs), frame)
-        if plan.writes or (kwargs and "out" in kwargs):
-            return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        if plan.writes or "out" in kwargs:
+            return self.recorder.call_writing(plan, args, kwargs, frame)
+        out = plan.func(*args, **kwargs)
         if plan.is_gradient and out is not None:
             self.recorder.note_gradients(plan, out)
-        kind = kinds.get(type(out))
-        if kind is None:
-            kind = kind_of(type(out))
-        if kind != SCALAR and not plan.ignored:
-            try:
-                self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
-            except (NonFiniteError, NonFiniteWarning) as error:
-                raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
-            except Exception as problem:
-                self.recorder.miss(plan, problem)
-        elif type(out) is float and out - out != 0 and args and isinstance(args[0], Tensor):
-            self.recorder.note_number(args[0])
         return out
 
     def _plan(self, func: Any) -> Plan:
@@ -99,7 +121,7 @@ class FunctionTracer(TorchFunctionMode):
         return plan
 
 
-never_compile(FunctionTracer.__torch_function__.__code__)
+never_compile(FunctionTracer.__torch_function__)
 
 
 class _Unseen:

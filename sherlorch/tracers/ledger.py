@@ -48,6 +48,7 @@ from sherlorch.tracers.plan import Plan
 from sherlorch.weak import weakly
 
 CPU = torch.device("cpu")
+_sum = torch.sum
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
 _GRADIENTS_KEPT = 10_000
@@ -94,13 +95,15 @@ class Ledger:
         "_sites",
         "bad_number",
         "begin_scan",
-        "below_autograd",
         "by_object",
         "capture_stack",
         "defer",
+        "direct",
         "faults",
         "floating",
+        "forget",
         "forward_scope",
+        "grad_off",
         "gradients",
         "has_names",
         "inherited",
@@ -126,6 +129,7 @@ class Ledger:
         "total",
         "unseen",
         "usual",
+        "usual_leaves",
         "was_backward",
         "written",
         "written_view",
@@ -154,7 +158,9 @@ class Ledger:
         self.begin_scan: Callable[[Tensor, bool], tuple[Tensor, ...] | None] = health.begin_scan_unseen
         # May the usual call be taken the short way: all dtypes scanned, on the CPU, out of nobody's sight?
         self.usual = check_dtypes is None and not defer
-        self.below_autograd = False
+        self.usual_leaves = self.usual and keep_all  # and no module watched, whose names leaves would bear
+        self.direct = False  # may a scan run as it is, with autograd off and no mode listening?
+        self.grad_off = False  # the tracer itself has turned autograd off
         self.total: Callable[..., Any] = lambda tensor: math.nan
         self.forward_scope = self.scope = Scope(FORWARD)
         self.step_line: tuple[Any, int] | None = (
@@ -175,6 +181,7 @@ class Ledger:
         self._examiner = Examiner(weakly(self.miss))
         self.memory = Memory(weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object)
         self.table = self.memory.table
+        self.forget = self.memory.forget
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
         self.sequence = get_sequence_nr()
@@ -190,6 +197,11 @@ class Ledger:
         self.pending: list[tuple[Record, Any, Late]] = []
         self.gradients: dict[int, weakref.ref[Tensor]] = {}
         self.last_backward: tuple[Plan, Record, Site] | None = None
+
+    def ask_names(self) -> None:
+        """From now on leaves may have names: modules are watched."""
+        self.has_names = True
+        self.usual_leaves = False
 
     def node_of(self, tensor: Tensor) -> Record:
         """The node that any tensor is; a leaf is made on first sight."""
@@ -252,32 +264,43 @@ class Ledger:
     def first_sight(self, tensor: Tensor) -> Record:
         """The leaf of a tensor whose storage was never seen; the usual one (dense, finite, of plain memory)
         is written out here."""
-        dtype = tensor.dtype
         storage = tensor.untyped_storage()
         if (
-            not self.usual
-            or not self.keep_all
-            or self.has_names
+            type(tensor) not in PLAIN
+            or not self.usual_leaves
             or self.gradients
-            or type(tensor) not in PLAIN
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or tensor.numel() * tensor.element_size() != storage.nbytes()
             or tensor.is_nested
+            or tensor.nbytes != storage.nbytes()
+            or not tensor.is_contiguous()
+            or not tensor.is_cpu
         ):
             return self.memory.start_leaf(tensor)
+        dtype = tensor.dtype
         if dtype in SUMMED:
-            total = tensor.sum().item() if self.below_autograd else self.total(tensor)
+            total = _sum(tensor).item() if self.direct else self.total(tensor)
             if total - total != 0:
                 return self.memory.start_leaf(tensor)
         elif dtype in FLOATING:
             return self.memory.start_leaf(tensor)
-        seq = self.seq = self.seq + 1
         record = Record(
-            seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, self.forward_scope, None, None, None
+            seq := self.seq + 1,
+            seq,
+            _LEAF,
+            tensor.shape,
+            dtype,
+            CPU,
+            LEAF,
+            (),
+            None,
+            0,
+            self.forward_scope,
+            None,
+            None,
+            None,
         )
+        self.seq = seq
         self.records.append(record)
-        entry = EarlierEntry(storage, self.memory.forget)
+        entry = EarlierEntry(storage, self.forget)
         entry.key = key = storage._cdata
         entry.node = record
         entry.views = None

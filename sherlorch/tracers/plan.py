@@ -39,6 +39,7 @@ class Plan(OpFacts):
         "pointwise",
         "random",
         "root",
+        "special",
         "unmarked",
         "unusual",
         "writes",
@@ -63,6 +64,7 @@ class Plan(OpFacts):
         self.unusual = False  # zeros without memory, which must not be summed; results that go by element
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
+        self.special = False  # the function level must do more than record results
         self.bounded = False
         self.writes: list[tuple[int, str, bool]] = []
         self.unmarked = base in traits.UNMARKED_WRITES
@@ -205,6 +207,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         plan.writes = traits.written_arguments(schema, name) if schema is not None else plan.writes
         plan.has_schema = schema is not None
         plan.by_element = plan.unusual = True
+    plan.special = plan.ignored or bool(plan.writes) or name == "backward"
     return plan
 
 

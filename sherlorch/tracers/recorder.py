@@ -67,6 +67,8 @@ _LINKS_FEW = 1000
 _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
+_SEQUENCES = frozenset({tuple, list})
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _READ = OpFacts("item", "item")
 _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -77,6 +79,7 @@ _amin, _amax = torch.amin, torch.amax
 _current_autograd_node = torch._C._current_autograd_node
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _frame_kinds = source.kinds
+_not_users = source.not_users
 
 
 class Recorder(Ledger):
@@ -94,7 +97,6 @@ class Recorder(Ledger):
         The usual call (dense CPU tensors, finite inputs, one finite result) is written out here from end to
         end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
         """
-        table = self.table
         parents, bits = self.inputs(args, kwargs)
         if plan.blind:
             parents.clear()
@@ -103,104 +105,103 @@ class Recorder(Ledger):
         code = link = autograd = None
         instruction = state = 0
         scope = self.scope
-        current = _current_autograd_node()
         sequence = get_sequence_nr()
-        if current is not None or scope.phase != FORWARD:
+        if _current_autograd_node() is not None or scope.phase != FORWARD:
             code, instruction, scope, link, autograd = self.where(frame)
             if autograd is not None:
                 state = GRADIENT
         else:
             if self.capture_stack:
-                while frame is not None:
-                    kind = _frame_kinds.get(id(frame.f_code))
-                    if kind == USER:
+                while frame is not None and (number := id(frame.f_code)) in _not_users:
+                    frame = frame.f_back
+                if frame is not None:
+                    if number not in _frame_kinds:
+                        frame = source.user_frame(frame)
+                    if frame is not None:
                         code = frame.f_code
                         instruction = frame.f_lasti
-                        break
-                    if kind is None:
-                        source.classify(frame)
-                    else:
-                        frame = frame.f_back
             if bits & GRADIENT and sequence == self.sequence:
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
 
-        if bits & PENDING or not self.usual or plan.unusual:
-            site = Site(code, instruction, scope, link, autograd)
-            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
-            return
-        bad = bits & NONFINITE
-        law = NO_LAW if bad else plan.law if not plan.conditional else plan.law_for(args, kwargs)
-        keep_all = self.keep_all
+        law = plan.law
+        if bits & _UNUSUAL or plan.conditional or plan.unusual or not self.usual:
+            if bits & PENDING or plan.unusual or not self.usual:
+                site = Site(code, instruction, scope, link, autograd)
+                self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+                return
+            law = NO_LAW if bits & NONFINITE else plan.law_for(args, kwargs)
         inputs = tuple(parents)
+        keep_all = self.keep_all
+        kept = inputs if keep_all else ()
         call = self.seq + 1
         record: Record | None = None
-        for result in out if type(out) is tuple or type(out) is list else (out,):
-            usual = type(result) is Tensor and result.is_cpu
-            if usual:
-                try:
-                    storage = result.untyped_storage()
-                    shape = result.shape
-                except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
-                    usual = False
-            if usual:
-                key = storage._cdata
-                entry = table.get(key)
-                dtype = result.dtype
-                flags = state
-                if entry is None:
-                    if law and inputs:
-                        flags |= INHERITED
-                        self.inherited += 1
-                    elif dtype in SUMMED:
-                        total = _sum(result).item() if self.below_autograd else self.total(result)
-                        if total - total != 0:
-                            site = Site(code, instruction, scope, link, autograd)
-                            if total == total and plan.constant and not bad:
-                                constant = self.add_constant(
-                                    plan, args, kwargs, result, total, inputs, state, site, call
-                                )
-                                if constant is not None:
-                                    record = constant
-                                    continue
-                            usual = False
-                        elif bad:
-                            mark_consumed(inputs, result.requires_grad)
-                    elif bad:
-                        usual = False
-                    elif dtype in FLOATING:
-                        usual = not self.scan(result)
-                elif (
-                    law
-                    and inputs
-                    and result is not args[0]
-                    and kinds.get(type(args[0])) == TENSOR
-                    and (result is out or all(result is not arg for arg in args))
-                ):
-                    flags |= INHERITED
-                    self.inherited += 1
-                else:
-                    usual = False
-            if not usual:
+        for result in (out,) if type(out) is Tensor else out if type(out) in _SEQUENCES else tensors_in(out):
+            if type(result) is not Tensor or not result.is_cpu:
                 site = Site(code, instruction, scope, link, autograd)
-                for each in tensors_in(result):
-                    record = self.add_result(plan, args, kwargs, each, inputs, bits, *site, call) or record
+                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
                 continue
-            seq = self.seq = self.seq + 1
-            record = Record(
-                seq, call, plan, shape, dtype, CPU, flags, inputs if keep_all else (),
-                code, instruction, scope, link, autograd, None,
-            )  # fmt: skip
+            try:
+                storage = result.untyped_storage()
+                shape = result.shape
+            except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
+                site = Site(code, instruction, scope, link, autograd)
+                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                continue
+            key = storage._cdata
+            entry = self.table.get(key)
+            dtype = result.dtype
             if entry is None:
-                entry = table[key] = Entry(storage, self.memory.forget)
+                if law and inputs:
+                    flags = state | INHERITED
+                    self.inherited += 1
+                elif dtype in SUMMED:
+                    total = _sum(result).item() if self.direct else self.total(result)
+                    if total - total != 0:
+                        site = Site(code, instruction, scope, link, autograd)
+                        added = None
+                        if plan.constant and total == total and not bits & NONFINITE:
+                            added = self.add_constant(
+                                plan, args, kwargs, result, total, inputs, state, site, call
+                            )
+                        if added is None:
+                            added = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call)
+                        record = added or record
+                        continue
+                    if bits & NONFINITE:
+                        mark_consumed(inputs, result.requires_grad)
+                    flags = state
+                elif dtype not in FLOATING and not bits & NONFINITE:
+                    flags = state
+                else:
+                    site = Site(code, instruction, scope, link, autograd)
+                    record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                    continue
+                record = Record(
+                    seq := self.seq + 1, call, plan, shape, dtype, CPU, flags, kept,
+                    code, instruction, scope, link, autograd, None,
+                )  # fmt: skip
+                self.seq = seq
+                entry = self.table[key] = Entry(storage, self.forget)
                 entry.key = key
                 entry.node = record
                 entry.views = None
                 entry.more = None
-            else:
+            elif (
+                law
+                and inputs
+                and result is not (viewed := args[0])
+                and type(viewed) in _TENSORS
+                and (result is out or all(result is not arg for arg in args))
+            ):
+                record = Record(
+                    seq := self.seq + 1, call, plan, shape, dtype, CPU, state | INHERITED, kept,
+                    code, instruction, scope, link, autograd, None,
+                )  # fmt: skip
+                self.seq = seq
+                self.inherited += 1
                 views = entry.views
                 if views is None:
-                    viewed = args[0]
                     if inputs[0] is entry.node:
                         region = (viewed.storage_offset(), viewed.shape, viewed.stride(), viewed.dtype)
                         views = entry.views = {region: inputs[0]}
@@ -209,14 +210,37 @@ class Recorder(Ledger):
                 region = (result.storage_offset(), shape, result.stride(), dtype)
                 if views.setdefault(region, record) is not record:
                     self.memory.adopt(entry, result, record)
+            else:
+                site = Site(code, instruction, scope, link, autograd)
+                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                continue
             if keep_all:
                 self.records.append(record)
         if sequence != self.sequence:
-            if sequence == self.sequence + 1 and self.plain_links and record is not None:
+            if self.by_object:
+                self.sequence = sequence
+            elif self.plain_links and sequence == self.sequence + 1 and record is not None:
                 self.sequence = sequence
                 self.links.append(record)
             else:
                 self.tie(record, sequence)
+
+    def add_unusual(
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        parents: tuple[Record, ...],
+        bits: int,
+        site: Site,
+        call: int,
+    ) -> Record | None:
+        """Add one result that is not as usual, or the several tensors that it consists of."""
+        record = None
+        for each in tensors_in(result):
+            record = self.add_result(plan, args, kwargs, each, parents, bits, *site, call) or record
+        return record
 
     def add_constant(
         self,
@@ -238,7 +262,7 @@ class Recorder(Ledger):
         if not named or any(value != total for value in named):
             return None
         reduction = _amin if total < 0 else _amax
-        if (reduction(result).item() if self.below_autograd else self.total(result, reduction)) != total:
+        if (reduction(result).item() if self.direct else self.total(result, reduction)) != total:
             return None  # the sum overflowed
         seq = self.seq = self.seq + 1
         bits |= INF | CONSTANT | GRAPH if result.requires_grad else INF | CONSTANT
@@ -629,7 +653,7 @@ class Recorder(Ledger):
             return self._inside_backward(frame, link, type(current))
         scope = self.scope
         if scope.phase == OPTIMIZER:
-            if torch.is_grad_enabled():
+            if self.grad_off or torch.is_grad_enabled():
                 # A closure computes the loss again.
                 scope = self.forward_scope if scope.module is None else Scope(FORWARD, scope.module)
             elif self.step_line is not None and _frame_kinds.get(id(frame.f_code)) == INTERNAL:
@@ -654,7 +678,7 @@ class Recorder(Ledger):
         user = source.user_frame(frame, past_engine=False)
         if user is None:
             return None, 0, self._backward, link, autograd
-        if torch.is_grad_enabled() and source.runs_checkpoint(frame):
+        if (self.grad_off or torch.is_grad_enabled()) and source.runs_checkpoint(frame):
             return user.f_code, user.f_lasti, Scope(RECOMPUTE, self.scope.module), None, None
         return user.f_code, user.f_lasti, Scope(BACKWARD, self._module_of(link)), link, autograd
 
@@ -773,7 +797,7 @@ class Recorder(Ledger):
                         and not any(region[3] is not dtype for region in views)
                     )
                 if whole:
-                    total = _sum(target).item() if self.below_autograd else self.total(target)
+                    total = _sum(target).item() if self.direct else self.total(target)
                     if total - total == 0:
                         flags = 0
                         if bits & GRADIENT and scope.phase != BACKWARD:
