@@ -25,6 +25,7 @@ CONSUMED = 256  # non-finite, and some later call took it as input
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 CONDENSED = 1024  # its parents stand for a longer way that was let go
+SCRATCH = 2048  # memory that an op hands to its own backward, in part as it lay there
 GRAPH = 512  # non-finite, and autograd will differentiate through it
 
 

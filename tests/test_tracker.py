@@ -826,3 +826,19 @@ def test_late_states_tell_the_same(program: Callable[[], object] | Path, level: 
         assert [found[:1] for found in at_once[1]] == [found[:1] for found in late[1]]
     else:
         assert at_once[1:] == late[1:]
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("left", [math.nan, math.inf, -math.inf, 0.0])
+def test_scratch_memory_is_not_blamed_for_what_it_holds(left: float, defer: bool) -> None:
+    """`ctc_loss` hands its backward memory that is in part as it lay there."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, 6, requires_grad=True)
+    target, lengths = torch.tensor([[1, 2, 3, 4], [5, 1, 0, 0]]), torch.tensor([3, 3])
+    lying = [torch.full((2, 3, 9), left) for _ in range(50)]
+    with ProvenanceTracker("aten", _defer=defer) as tracker:
+        del lying  # the allocator hands it out again
+        loss = F.ctc_loss(F.log_softmax(logits, -1), target, lengths, torch.tensor([4, 2]))
+        loss.backward()
+    for report in (tracker.diagnose(), tracker.diagnose(loss), tracker.diagnose(logits.grad)):
+        assert [(c.op_name, c.origin) for c in report.culprits] == [("aten._ctc_loss.Tensor", "introduced")]

@@ -14,7 +14,7 @@ from torch import Tensor
 from sherlorch import health
 from sherlorch.capture import capture
 from sherlorch.evidence import Evidence
-from sherlorch.graph import CONSTANT, CONSUMED, GRAPH, LEAF, Extra, OpFacts, Record, location_of
+from sherlorch.graph import CONSTANT, CONSUMED, GRAPH, LEAF, SCRATCH, Extra, OpFacts, Record, location_of
 from sherlorch.health import NAN, NONFINITE
 from sherlorch.ops import traits
 from sherlorch.source import short
@@ -48,7 +48,7 @@ class Examiner:
             if named:
                 return state | CONSTANT, Extra(negative=all(value < 0 for value in named))
             if is_scratch(plan, out):
-                return state | CONSTANT, Extra(negative=not state & NAN)
+                return state | CONSTANT, Extra(negative=True)  # it may lie there as it was found
         else:
             born = self._newly_bad(plan, args, kwargs, out, old)
             if born and (meant(plan, args, kwargs, born) or is_scratch(plan, out)):
@@ -129,6 +129,15 @@ def explains(named: Sequence[float], state: int) -> bool:
 def is_scratch(plan: OpFacts, out: Tensor) -> bool:
     """Is this what an op hands to its own backward, rather than a result?"""
     return plan.base in traits.HAVE_SCRATCH and out.dim() > 1
+
+
+def without_scratch(parents: Iterable[Record]) -> tuple[list[Record], int]:
+    """The parents that can be to blame, and their bits joined."""
+    kept = [parent for parent in parents if not parent.bits & SCRATCH]
+    bits = 0
+    for parent in kept:
+        bits |= parent.bits
+    return kept, bits
 
 
 def takes_bad_number(plan: OpFacts, values: Any) -> bool:

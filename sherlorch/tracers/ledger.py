@@ -502,7 +502,7 @@ class Ledger:
         if not inputs and (named or late.scratch):
             record.bits |= CONSTANT
             record.extra = record.extra or Extra()
-            record.extra.negative = all(value < 0 for value in late.named) if named else not state & NAN
+            record.extra.negative = all(value < 0 for value in late.named)
         if getattr(facts, "lifts", False) and not record.parents:
             code, record.code = record.code, None
             record.bits = record.bits & ~CONSTANT | LEAF

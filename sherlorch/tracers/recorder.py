@@ -31,6 +31,7 @@ from sherlorch.graph import (
     OPTIMIZER,
     PENDING,
     RECOMPUTE,
+    SCRATCH,
     Extra,
     OpFacts,
     Record,
@@ -55,6 +56,7 @@ from sherlorch.tracers.faults import (
     meant,
     named_values,
     takes_bad_number,
+    without_scratch,
 )
 from sherlorch.tracers.ledger import CPU, Late, Ledger, Site
 from sherlorch.tracers.memory import PLAIN, Entry, anchor
@@ -126,6 +128,8 @@ class Recorder(Ledger):
 
         law = plan.law
         if bits & _UNUSUAL or plan.conditional or plan.unusual or not self.usual:
+            if bits & SCRATCH:
+                parents, bits = without_scratch(parents)
             if bits & PENDING or plan.unusual or not self.usual:
                 site = Site(code, instruction, scope, link, autograd)
                 self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
@@ -452,7 +456,10 @@ class Recorder(Ledger):
             mark_consumed(parents, out.requires_grad)
         if state & _UNUSUAL:
             inherits = law == PERMUTES and bool(parents)
-            late = Late(named, inherits, consumes, out.requires_grad, is_scratch(plan, out))
+            scratch = is_scratch(plan, out)
+            if scratch:
+                record.bits |= SCRATCH
+            late = Late(named, inherits, consumes, out.requires_grad, scratch)
             self.settle(plan, out, record, parents, late)
         elif bits & PENDING and plan.moves:
             self._wait(record, None)
