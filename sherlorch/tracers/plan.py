@@ -26,6 +26,7 @@ class Plan(OpFacts):
         "bounded",
         "by_element",
         "call",
+        "careful",
         "conditional",
         "func",
         "has_schema",
@@ -64,6 +65,7 @@ class Plan(OpFacts):
         self.unusual = False  # zeros without memory, which must not be summed; results that go by element
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
+        self.careful = False  # conditional or unusual
         self.special = False  # the function level must do more than record results
         self.bounded = False
         self.writes: list[tuple[int, str, bool]] = []
@@ -143,6 +145,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.random = traits.is_random(func)
     plan.has_schema = True
     plan.arguments = tuple(argument.name for argument in schema.arguments)
+    plan.careful = plan.conditional or plan.unusual
     return plan
 
 
@@ -207,6 +210,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         plan.writes = traits.written_arguments(schema, name) if schema is not None else plan.writes
         plan.has_schema = schema is not None
         plan.by_element = plan.unusual = True
+    plan.careful = plan.conditional or plan.unusual
     plan.special = plan.ignored or bool(plan.writes) or name == "backward"
     return plan
 

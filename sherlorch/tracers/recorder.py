@@ -70,7 +70,8 @@ _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
 _SEQUENCES = frozenset({tuple, list})
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_TENSORS = PLAIN
+_SCALARS = frozenset(cls for cls, kind in kinds.items() if kind == SCALAR)
 _READ = OpFacts("item", "item")
 _strided = torch.strided
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -99,7 +100,32 @@ class Recorder(Ledger):
         The usual call (dense CPU tensors, finite inputs, one finite result) is written out here from end to
         end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
         """
-        parents, bits = self.inputs(args, kwargs)
+        table = self.table
+        parents: list[Record] = []
+        bits = 0
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if (cls := type(arg)) in _TENSORS:
+                try:
+                    entry = table.get(arg.untyped_storage()._cdata)
+                    if entry is None:
+                        node = self.first_sight(arg)
+                    elif entry.views is None:
+                        node = entry.node  # type: ignore[assignment]
+                        if node.bits & NONFINITE:
+                            node = self.memory.read(entry, arg)
+                    elif entry.more is None:
+                        region = (arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)
+                        node = entry.views.get(region)  # type: ignore[assignment]
+                        if node is None:
+                            node = self.memory.read(entry, arg)
+                    else:
+                        node = self.memory.read(entry, arg)
+                except (NotImplementedError, RuntimeError):  # sparse, opaque; nested ones have no shape
+                    node = self.node_of(arg)
+                parents.append(node)
+                bits |= node.bits
+            elif cls not in _SCALARS and not (cls is list and arg and type(arg[0]) is int):
+                bits |= self.gather(arg, parents)
         if plan.blind:
             parents.clear()
             bits = 0
@@ -108,33 +134,40 @@ class Recorder(Ledger):
         instruction = state = 0
         scope = self.scope
         sequence = get_sequence_nr()
-        if _current_autograd_node() is not None or scope.phase != FORWARD:
-            code, instruction, scope, link, autograd = self.where(frame)
-            if autograd is not None:
-                state = GRADIENT
-        else:
+        current = _current_autograd_node()
+        if current is None and scope.phase == FORWARD:
             if self.capture_stack:
-                while frame is not None and (number := id(frame.f_code)) in _not_users:
-                    frame = frame.f_back
-                if frame is not None:
+                try:
+                    while (number := id(frame.f_code)) in _not_users:
+                        frame = frame.f_back
                     if number not in _frame_kinds:
                         frame = source.user_frame(frame)
-                    if frame is not None:
-                        code = frame.f_code
-                        instruction = frame.f_lasti
+                    code = frame.f_code
+                    instruction = frame.f_lasti
+                except AttributeError:  # beyond the outermost frame
+                    pass
             if bits & GRADIENT and sequence == self.sequence:
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
+        elif current is not None and (frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE):
+            link = self.forward_of(current)
+            scope = self._backward
+            autograd = type(current)
+            state = GRADIENT
+        else:
+            code, instruction, scope, link, autograd = self.where(frame)
+            if autograd is not None:
+                state = GRADIENT
 
         law = plan.law
-        if bits & _UNUSUAL or plan.conditional or plan.unusual or not self.usual:
+        if bits & _UNUSUAL or plan.careful or not self.usual:
             if bits & SCRATCH:
                 parents, bits = without_scratch(parents)
             if bits & PENDING or plan.unusual or not self.usual:
                 site = Site(code, instruction, scope, link, autograd)
                 self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
                 return
-            law = NO_LAW if bits & NONFINITE else plan.law_for(args, kwargs)
+            law = NO_LAW if bits & NONFINITE else law if not plan.conditional else plan.law_for(args, kwargs)
         inputs = tuple(parents)
         keep_all = self.keep_all
         kept = inputs if keep_all else ()
@@ -221,11 +254,11 @@ class Recorder(Ledger):
             if keep_all:
                 self.records.append(record)
         if sequence != self.sequence:
-            if self.by_object:
-                self.sequence = sequence
-            elif self.plain_links and sequence == self.sequence + 1 and record is not None:
+            if self.plain_links and sequence == self.sequence + 1:
                 self.sequence = sequence
                 self.links.append(record)
+            elif self.by_object:
+                self.sequence = sequence
             else:
                 self.tie(record, sequence)
 
@@ -320,8 +353,7 @@ class Recorder(Ledger):
         parents: list[Record] = []
         bits = 0
         for arg in (*args, *kwargs.values()) if kwargs else args:
-            kind = kinds.get(type(arg))
-            if kind == TENSOR:
+            if (cls := type(arg)) in _TENSORS:
                 try:
                     entry = table.get(arg.untyped_storage()._cdata)
                     if entry is None:
@@ -341,7 +373,7 @@ class Recorder(Ledger):
                     node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif kind != SCALAR and not (type(arg) is list and arg and type(arg[0]) is int):
+            elif cls not in _SCALARS and not (cls is list and arg and type(arg[0]) is int):
                 bits |= self.gather(arg, parents)
         return parents, bits
 
@@ -624,10 +656,14 @@ class Recorder(Ledger):
             made = self.tie(record, sequence)
         else:
             last = self.links[-1] if self.links else None
-            made = self._take_from(last, record) if last is not None and last.seq > record.seq - _NEAR else 0
+            made = self._take_from(last, record) if last is not None and self._is_near(record) else 0
         if made and target._is_view():
             self.written_view = record
             self.plain_links = False
+
+    def _is_near(self, record: Record) -> bool:
+        last = self.links[-1]
+        return last is not None and last.seq > record.seq - _NEAR
 
     def _take_from(self, copy: Record, record: Record) -> int:
         """Give the nodes of a copy that autograd made for an in-place op to that op."""
@@ -649,12 +685,7 @@ class Recorder(Ledger):
         autograd node."""
         current = _current_autograd_node()
         if current is not None:
-            self.was_backward = True
-            try:
-                number = current._sequence_nr() - self.links_start
-            except AttributeError:  # torch 2.0
-                number = -1
-            link = self.links[number] if 0 <= number < len(self.links) else None
+            link = self.forward_of(current)
             if frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE:
                 return None, 0, self._backward, link, type(current)
             return self._inside_backward(frame, link, type(current))
@@ -677,6 +708,16 @@ class Recorder(Ledger):
                 else:
                     frame = frame.f_back
         return None, 0, scope, None, None
+
+    def forward_of(self, node: Any) -> Record | None:
+        """The forward op of a running autograd node."""
+        self.was_backward = True
+        links = self.links
+        try:
+            number = node._sequence_nr() - self.links_start
+            return links[number] if 0 <= number < len(links) else None
+        except AttributeError:  # torch 2.0
+            return None
 
     def _inside_backward(
         self, frame: Any, link: Record | None, autograd: Any
@@ -784,47 +825,47 @@ class Recorder(Ledger):
             if version >= 0 and version_of(target) == version:
                 return out
             code, instruction, scope, link, autograd = self.where(frame)
-            dtype = target.dtype
-            usual = not bits & _UNUSUAL and self.usual and dtype in SUMMED and target.is_cpu
-            try:
-                storage = target.untyped_storage() if usual else None
-                entry = self.table.get(storage._cdata) if storage is not None else None
-                shape = target.shape
-            except (NotImplementedError, RuntimeError):  # a wrapper of functorch, nested
-                entry = None
-            if entry is not None and entry.more is None and entry.node is not None:
-                views = entry.views
-                if views is None:
-                    known = entry.node
-                    whole = known.shape == shape and known.dtype == dtype
+            entry = None
+            if not bits & _UNUSUAL and self.usual and (dtype := target.dtype) in SUMMED and target.is_cpu:
+                try:
+                    storage = target.untyped_storage()
+                    shape = target.shape
+                    entry = self.table.get(storage._cdata)
+                except (NotImplementedError, RuntimeError):  # a wrapper of functorch, nested
+                    pass
+            if entry is not None and entry.more is None and (known := entry.node) is not None:
+                if entry.views is None:
+                    whole = known.dtype is dtype and known.shape == shape
                 else:
                     whole = (
                         target.is_contiguous()
-                        and target.numel() * target.element_size() == storage.nbytes()  # type: ignore[union-attr]
-                        and not any(region[3] is not dtype for region in views)
+                        and target.numel() * target.element_size() == storage.nbytes()
+                        and not any(region[3] is not dtype for region in entry.views)
                     )
                 if whole:
                     total = _sum(target).item() if self.direct else self.total(target)
                     if total - total == 0:
                         flags = 0
-                        if bits & GRADIENT and scope.phase != BACKWARD:
+                        if scope.phase == BACKWARD:
+                            flags = GRADIENT
+                        elif bits & GRADIENT:
                             if scope.phase == FORWARD and not torch.is_grad_enabled():
                                 scope = self._optimizer
                             if scope.phase != FORWARD and parents[0].bits & GRADIENT:
                                 flags = GRADIENT
-                        elif scope.phase == BACKWARD:
-                            flags = GRADIENT
-                        seq = self.seq = self.seq + 1
+                        keep_all = self.keep_all
                         record = entry.node = Record(
-                            seq, seq, plan, shape, dtype, CPU, flags, tuple(parents) if self.keep_all else (),
+                            seq := self.seq + 1, seq, plan, shape, dtype, CPU, flags,
+                            tuple(parents) if keep_all else (),
                             code, instruction, scope, link, autograd, None,
                         )  # fmt: skip
+                        self.seq = seq
                         entry.views = None
-                        if self.keep_all:
+                        if keep_all:
                             self.records.append(record)
-                        last = self.links[-1] if self.links else None
-                        near = last is not None and last.seq > seq - _NEAR
-                        if near or self.sequence != get_sequence_nr():
+                        if self.sequence != get_sequence_nr() or (
+                            torch.is_grad_enabled() and self.links and self._is_near(record)
+                        ):
                             self._tie_write(record, target)
                         return out
             record = self.add_write(
