@@ -62,6 +62,19 @@ COMBINES = frozenset(
     }
 )  # fmt: skip
 
+# These absorb nothing, unless a keyword scales a term away: a NaN or infinity in any element of any input
+# leaves a non-finite element in the (first) result, if that has any. Products and sums do so by IEEE 754
+# (0 * inf, inf - inf and NaN with anything are NaN), a normalised row by its mean. So a finite result proves
+# every input finite.
+CARRIES = frozenset(
+    {
+        "mm", "bmm", "addmm", "baddbmm", "matmul", "__matmul__", "__rmatmul__", "linear",
+        "native_layer_norm", "layer_norm",
+        "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__",
+    }
+)  # fmt: skip
+SCALES = frozenset({"alpha", "beta"})
+
 # Ops that put a value named by the program into the result.
 FILLS = frozenset(
     {

@@ -261,14 +261,16 @@ class Ledger:
             leaf.extra.name = leaf.extra.name or "tensor that was written where the tracer did not look"
         return leaf
 
-    def first_sight(self, tensor: Tensor) -> Record:
+    def first_sight(self, tensor: Tensor, unproved: list[tuple[Tensor, Record]] | None = None) -> Record:
         """The leaf of a tensor whose storage was never seen; the usual one (dense, finite, of plain memory)
-        is written out here."""
+        is written out here.
+
+        Given a list, the leaf is taken for finite and put there unread, for `prove` to read if need be.
+        """
         storage = tensor.untyped_storage()
         if (
             type(tensor) not in PLAIN
             or not self.usual_leaves
-            or self.gradients
             or tensor.is_nested
             or tensor.nbytes != storage.nbytes()
             or not tensor.is_contiguous()
@@ -277,27 +279,15 @@ class Ledger:
             return self.memory.start_leaf(tensor)
         dtype = tensor.dtype
         if dtype in SUMMED:
-            total = _sum(tensor).item() if self.direct else self.total(tensor)
-            if total - total != 0:
-                return self.memory.start_leaf(tensor)
+            if unproved is None:
+                total = _sum(tensor).item() if self.direct else self.total(tensor)
+                if total - total != 0:
+                    return self.memory.start_leaf(tensor)
         elif dtype in FLOATING:
             return self.memory.start_leaf(tensor)
-        record = Record(
-            seq := self.seq + 1,
-            seq,
-            _LEAF,
-            tensor.shape,
-            dtype,
-            CPU,
-            LEAF,
-            (),
-            None,
-            0,
-            self.forward_scope,
-            None,
-            None,
-            None,
-        )
+        seq = self.seq + 1
+        scope = self.forward_scope
+        record = Record(seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, scope, None, None, None)
         self.seq = seq
         self.records.append(record)
         entry = EarlierEntry(storage, self.forget)
@@ -306,7 +296,22 @@ class Ledger:
         entry.views = None
         entry.more = None
         self.table[key] = entry
+        if unproved is not None:
+            unproved.append((tensor, record))
         return record
+
+    def prove(self, unproved: Iterable[tuple[Tensor, Record]], parents: list[Record]) -> int:
+        """Read the leaves that no finite result has proved finite; `parents` is told of the bad ones, and the
+        bits of all are joined anew."""
+        for tensor, leaf in unproved:
+            if self.scan(tensor):
+                self.records.remove(leaf)
+                bad = self.memory.start_leaf(tensor)
+                parents[:] = [bad if parent is leaf else parent for parent in parents]
+        bits = 0
+        for parent in parents:
+            bits |= parent.bits
+        return bits
 
     def _leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
@@ -363,6 +368,7 @@ class Ledger:
         if len(self.gradients) >= _GRADIENTS_KEPT:
             self.gradients = {number: ref for number, ref in self.gradients.items() if ref() is not None}
         self.gradients[id(gradient)] = weakref.ref(gradient)
+        self.usual_leaves = False  # a leaf may be one of them
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         reference = self.gradients.get(id(tensor))

@@ -27,6 +27,7 @@ class Plan(OpFacts):
         "by_element",
         "call",
         "careful",
+        "carries",
         "conditional",
         "func",
         "has_schema",
@@ -65,6 +66,7 @@ class Plan(OpFacts):
         self.unusual = False  # zeros without memory, which must not be summed; results that go by element
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
+        self.carries = base in traits.CARRIES  # a finite result proves the inputs finite
         self.careful = False  # conditional or unusual
         self.special = False  # the function level must do more than record results
         self.bounded = False

@@ -38,6 +38,7 @@ from sherlorch.graph import (
     Scope,
 )  # fmt: skip
 from sherlorch.health import FLOATING, INF, NONFINITE, SUMMED
+from sherlorch.ops.traits import SCALES
 from sherlorch.source import ENGINE, INTERNAL, USER
 from sherlorch.tracers.arguments import (
     SCALAR,
@@ -103,12 +104,15 @@ class Recorder(Ledger):
         table = self.table
         parents: list[Record] = []
         bits = 0
+        unproved: list[tuple[Tensor, Record]] | None = None
+        if plan.carries and (not kwargs or SCALES.isdisjoint(kwargs)):
+            unproved = []
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if (cls := type(arg)) in _TENSORS:
                 try:
                     entry = table.get(arg.untyped_storage()._cdata)
                     if entry is None:
-                        node = self.first_sight(arg)
+                        node = self.first_sight(arg, unproved)
                     elif entry.views is None:
                         node = entry.node  # type: ignore[assignment]
                         if node.bits & NONFINITE:
@@ -126,6 +130,12 @@ class Recorder(Ledger):
                 bits |= node.bits
             elif cls not in _SCALARS and not (cls is list and arg and type(arg[0]) is int):
                 bits |= self.gather(arg, parents)
+        proved = None
+        if unproved:
+            proved = out if type(out) is Tensor else out[0]
+            if not self._is_finite(proved):
+                bits = self.prove(unproved, parents)
+                proved = None
         if plan.blind:
             parents.clear()
             bits = 0
@@ -192,6 +202,8 @@ class Recorder(Ledger):
                 if law and inputs:
                     flags = state | INHERITED
                     self.inherited += 1
+                elif result is proved:
+                    flags = state
                 elif dtype in SUMMED:
                     total = _sum(result).item() if self.direct else self.total(result)
                     if total - total != 0:
@@ -261,6 +273,18 @@ class Recorder(Ledger):
                 self.sequence = sequence
             else:
                 self.tie(record, sequence)
+
+    def _is_finite(self, result: Any) -> bool:
+        """Has it elements, all of them finite?"""
+        if (
+            type(result) is not Tensor
+            or not result.is_cpu
+            or result.dtype not in SUMMED
+            or not result.numel()
+        ):
+            return False
+        total = _sum(result).item() if self.direct else self.total(result)
+        return bool(total - total == 0)
 
     def add_unusual(
         self,
