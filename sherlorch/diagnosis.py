@@ -57,16 +57,18 @@ class _Walk:
         self.child: dict[Record, Record | None] = {target: None}
         self.stops: list[Record] = []
         self.narrow = False
-        child, queue = self.child, deque([target])
+        child, stops, queue = self.child, self.stops, deque([target])
         while queue:
             record = queue.popleft()
-            bad = _bad_parents(record)
+            bad = [parent for parent in record.parents if parent.bits & NONFINITE]
+            asked = NONFINITE
             if nan_first and record.bits & NAN:
-                everything, bad = bad, _origins_of_nan(record, bad)
-                self.narrow = self.narrow or len(bad) < len(everything)
-            asked = NAN if nan_first and record.bits & NAN else NONFINITE
-            if not bad or _born(record) & asked:
-                self.stops.append(record)
+                asked = NAN
+                if len(bad) != 1 or not bad[0].bits & NAN:
+                    everything, bad = bad, _origins_of_nan(record, bad)
+                    self.narrow = self.narrow or len(bad) < len(everything)
+            if not bad or (record.extra is not None and record.extra.born & asked):
+                stops.append(record)
             for parent in bad:
                 if parent not in child:
                     child[parent] = record
@@ -209,8 +211,10 @@ def also_seen(
         excluded.update(record.seq for causes in diagnosis.causes.values() for record in causes)
     groups: dict[tuple[str, object, int], list[Record]] = {}
     for record in faults:
-        if record.facts.moves and not record.bits & (LEAF | CONSTANT):
-            continue
+        if not record.bits & (LEAF | CONSTANT) and (
+            record.facts.moves or any(parent.bits & NONFINITE for parent in record.parents)
+        ):
+            continue  # carried on
         origin = origin_of(record)
         if origin == "uninitialised" and record.extra is None:
             continue  # nobody read it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import _tuplegetter  # type: ignore[attr-defined]
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,33 @@ class Record:
     def state(self) -> int:
         """NAN and INF flags."""
         return self.bits & NONFINITE
+
+
+_FIELDS = (
+    "seq", "call", "facts", "shape", "dtype", "device", "bits", "parents",
+    "code", "instruction", "scope", "link", "autograd", "extra",
+)  # fmt: skip
+
+if TYPE_CHECKING:
+
+    def finite_record(fields: tuple[Any, ...]) -> Record: ...
+
+else:
+
+    class finite_record(tuple):
+        """A record, of its fields in the order of `Record`, of a finite result, of which nothing more is learnt.
+
+        It is made in half the time.
+        """
+
+        __slots__ = ()
+        state = 0
+        # Like any record it is itself only, and its parents are not to be walked through.
+        __eq__, __ne__, __hash__, __repr__ = object.__eq__, object.__ne__, object.__hash__, object.__repr__
+        __lt__, __le__, __gt__, __ge__ = object.__lt__, object.__le__, object.__gt__, object.__ge__
+
+    for _number, _name in enumerate(_FIELDS):
+        setattr(finite_record, _name, _tuplegetter(_number, None))
 
 
 class Extra:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -305,12 +306,16 @@ class ProvenanceTracker:
 
         Raises `UntracedTensorError` (a KeyError) for a tensor that was not traced.
         """
+        with _without_collector():
+            return self._diagnose(tensor, sys._getframe(1))
+
+    def _diagnose(self, tensor: Tensor | None, frame: FrameType) -> DiagnosisReport:
         self._recorder.resolve()
         if tensor is None:
             return self._diagnose_earliest()
         _check_tensor(tensor, "diagnose")
         record = self._record_of(tensor)
-        name = _name_in(sys._getframe(1), tensor) or self._known_name(tensor)
+        name = _name_in(frame, tensor) or self._known_name(tensor)
         notes: tuple[str, ...] = ()
         now = health.examine(_inner(tensor))
         if now != record.state and record.dtype in self._recorder.floating:
@@ -427,6 +432,19 @@ def _check_tensor(tensor: Any, method: str) -> Tensor:
             f"{method}() takes a torch.Tensor, got {type(tensor).__name__}: pass the tensor itself"
         )
     return tensor
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """The garbage collector would walk a graph of a million records, in which there is no garbage, again and
+    again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -31,6 +31,7 @@ from sherlorch.graph import (
     OpFacts,
     Record,
     Scope,
+    finite_record,
 )  # fmt: skip
 from sherlorch.health import FLOATING, NAN, NONFINITE, SUMMED
 from sherlorch.source import short
@@ -287,7 +288,9 @@ class Ledger:
             return self.memory.start_leaf(tensor)
         seq = self.seq + 1
         scope = self.forward_scope
-        record = Record(seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, scope, None, None, None)
+        record = finite_record(
+            (seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, scope, None, None, None)
+        )
         self.seq = seq
         self.records.append(record)
         entry = EarlierEntry(storage, self.forget)

@@ -36,6 +36,7 @@ from sherlorch.graph import (
     OpFacts,
     Record,
     Scope,
+    finite_record,
 )  # fmt: skip
 from sherlorch.health import FLOATING, INF, NONFINITE, SUMMED
 from sherlorch.ops.traits import SCALES
@@ -226,10 +227,10 @@ class Recorder(Ledger):
                     site = Site(code, instruction, scope, link, autograd)
                     record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
                     continue
-                record = Record(
+                record = finite_record((
                     seq := self.seq + 1, call, plan, shape, dtype, CPU, flags, kept,
                     code, instruction, scope, link, autograd, None,
-                )  # fmt: skip
+                ))  # fmt: skip
                 self.seq = seq
                 entry = self.table[key] = Entry(storage, self.forget)
                 entry.key = key
@@ -243,10 +244,10 @@ class Recorder(Ledger):
                 and type(viewed) in _TENSORS
                 and (result is out or all(result is not arg for arg in args))
             ):
-                record = Record(
+                record = finite_record((
                     seq := self.seq + 1, call, plan, shape, dtype, CPU, state | INHERITED, kept,
                     code, instruction, scope, link, autograd, None,
-                )  # fmt: skip
+                ))  # fmt: skip
                 self.seq = seq
                 self.inherited += 1
                 views = entry.views
@@ -832,7 +833,7 @@ class Recorder(Ledger):
             if plan.overwrites and (len(args) == 1 or not share_memory(target, args[1:])):
                 parents, bits = self.inputs(args[1:], kwargs)
                 known = self.find(target)
-                if known is not None:
+                if known is not None and known.bits & _UNUSUAL:
                     known.bits |= CONSUMED
             else:
                 parents, bits = self.inputs(args, kwargs)
@@ -878,11 +879,11 @@ class Recorder(Ledger):
                             if scope.phase != FORWARD and parents[0].bits & GRADIENT:
                                 flags = GRADIENT
                         keep_all = self.keep_all
-                        record = entry.node = Record(
+                        record = entry.node = finite_record((
                             seq := self.seq + 1, seq, plan, shape, dtype, CPU, flags,
                             tuple(parents) if keep_all else (),
                             code, instruction, scope, link, autograd, None,
-                        )  # fmt: skip
+                        ))  # fmt: skip
                         self.seq = seq
                         entry.views = None
                         if keep_all:

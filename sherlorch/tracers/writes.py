@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sherlorch.graph import CONSUMED, Record
+from sherlorch.graph import CONSUMED, PENDING, Record
 from sherlorch.health import NONFINITE
 from sherlorch.ops import traits
 from sherlorch.tracers.arguments import share_memory, storage_of, tensors_in, version_of
@@ -38,7 +38,7 @@ class Writing:
         self.sizes = [_size(target) for target, _, _ in self.targets] if plan.base in traits.RESIZES else None
         for target, _, reads in self.targets:
             known = None if reads else recorder.find(target)
-            if known is not None:
+            if known is not None and known.bits & (NONFINITE | PENDING):
                 known.bits |= CONSUMED
 
     def _find_targets(self) -> Iterator[tuple[Tensor, int, bool]]:
