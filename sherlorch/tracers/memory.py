@@ -143,6 +143,10 @@ class Memory:
 
         self.forget = forget
 
+    def __del__(self) -> None:
+        # Entries of storages that live on lead back to the table by what they call when those die.
+        self.table.clear()
+
     def find(self, tensor: Tensor) -> Record | None:
         """The node that a strided tensor is, or None for memory never seen."""
         entry = self.table.get(tensor.untyped_storage()._cdata)
