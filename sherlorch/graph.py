@@ -136,7 +136,7 @@ if TYPE_CHECKING:
 else:
 
     class finite_record(tuple):
-        """A record, of its fields in the order of `Record`, of a finite result, of which nothing more is learnt.
+        """A record, of its fields in the order of `Record`, of a finite result: nothing more is learnt of it.
 
         It is made in half the time.
         """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sherlorch import health, source
+from sherlorch.compat import StepHooks
 from sherlorch.diagnosis import Diagnosis, also_seen, diagnose, earliest
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, UntracedTensorError
 from sherlorch.graph import LEAF, OPTIMIZER, OpNode, Record, Scope, location_of, origin_of, to_networkx
@@ -197,8 +198,6 @@ class ProvenanceTracker:
         self._recorder.scope = scope
 
     def _hook_optimizers(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
         recorder, thread = self._recorder, get_ident()
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -219,7 +218,7 @@ class ProvenanceTracker:
             recorder.step_line = None
             self._set_scope()
 
-        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        self._hooks = [StepHooks(before, after)]
 
     def _name_leaf(self, tensor: Tensor) -> str:
         found = self._modules.name_of(tensor)

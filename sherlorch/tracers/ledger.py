@@ -50,6 +50,7 @@ from sherlorch.weak import weakly
 
 CPU = torch.device("cpu")
 _sum = torch.sum
+_FORWARD_SCOPE, _BACKWARD_SCOPE, _OPTIMIZER_SCOPE = Scope(FORWARD), Scope(BACKWARD), Scope(OPTIMIZER)
 _LEAF = OpFacts("leaf", "leaf", moves=True)
 _VIEW = OpFacts("view", "view", moves=True)
 _GRADIENTS_KEPT = 10_000
@@ -163,12 +164,12 @@ class Ledger:
         self.direct = False  # may a scan run as it is, with autograd off and no mode listening?
         self.grad_off = False  # the tracer itself has turned autograd off
         self.total: Callable[..., Any] = lambda tensor: math.nan
-        self.forward_scope = self.scope = Scope(FORWARD)
+        self.forward_scope = self.scope = _FORWARD_SCOPE
         self.step_line: tuple[Any, int] | None = (
             None  # the user's line of the torch optimizer step that runs now
         )
-        self._backward = Scope(BACKWARD)
-        self._optimizer = Scope(OPTIMIZER)
+        self._backward = _BACKWARD_SCOPE
+        self._optimizer = _OPTIMIZER_SCOPE
         self.clear()
 
     def clear(self) -> None:
@@ -185,7 +186,8 @@ class Ledger:
         self.forget = self.memory.forget
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
-        self.sequence = get_sequence_nr()
+        # Number of the newest autograd node; the function level sees no kernels that could belong to one.
+        self.sequence = 0 if self.by_object else get_sequence_nr()
         self.links: list[Record | None] = []
         # Does a new autograd node belong to the newest record, with nothing else to do?
         self.plain_links = self.keep_all and not self.by_object

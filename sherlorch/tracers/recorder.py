@@ -144,7 +144,7 @@ class Recorder(Ledger):
         code = link = autograd = None
         instruction = state = 0
         scope = self.scope
-        sequence = get_sequence_nr()
+        sequence = 0 if self.by_object else get_sequence_nr()
         current = _current_autograd_node()
         if current is None and scope.phase == FORWARD:
             if self.capture_stack:
@@ -157,7 +157,7 @@ class Recorder(Ledger):
                     instruction = frame.f_lasti
                 except AttributeError:  # beyond the outermost frame
                     pass
-            if bits & GRADIENT and sequence == self.sequence:
+            if bits & GRADIENT and sequence == self.sequence and not _differentiable(out):
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
         elif current is not None and (frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE):
@@ -270,8 +270,6 @@ class Recorder(Ledger):
             if self.plain_links and sequence == self.sequence + 1:
                 self.sequence = sequence
                 self.links.append(record)
-            elif self.by_object:
-                self.sequence = sequence
             else:
                 self.tie(record, sequence)
 
@@ -633,10 +631,10 @@ class Recorder(Ledger):
     def tie(self, record: Record | None, sequence: int) -> int:
         """Give the autograd nodes made since the last call to this record, their forward op; how many it
         got."""
-        made = sequence - self.sequence
-        self.sequence = sequence
         if self.by_object:
             return 0  # kernels of the backward pass are not seen at function level
+        made = sequence - self.sequence
+        self.sequence = sequence
         if made < 0 or made > _LINKS_KEPT:  # another thread's numbers, or a long stretch without recording
             self.links.clear()
             self.links_start = sequence
@@ -888,8 +886,9 @@ class Recorder(Ledger):
                         entry.views = None
                         if keep_all:
                             self.records.append(record)
-                        if self.sequence != get_sequence_nr() or (
-                            torch.is_grad_enabled() and self.links and self._is_near(record)
+                        if not self.by_object and (
+                            self.sequence != get_sequence_nr()
+                            or (torch.is_grad_enabled() and self.links and self._is_near(record))
                         ):
                             self._tie_write(record, target)
                         return out
@@ -996,3 +995,8 @@ class Recorder(Ledger):
         if state & _UNUSUAL:
             self.settle(plan, held, record, parents, Late(named))
         return record
+
+
+def _differentiable(out: Any) -> bool:
+    """Will autograd differentiate through a result? Below autograd none tells yet."""
+    return any(tensor.requires_grad for tensor in tensors_in(out))
