@@ -80,7 +80,7 @@ class FunctionTracer(TorchFunctionMode):
         ledger = self._ledger
         grad = False
         try:
-            if self._alone and not _len_torch_dispatch_stack():
+            if not plan.law and self._alone and not _len_torch_dispatch_stack():  # it will be scanned
                 ledger.direct = True
                 grad = _is_grad_enabled()
                 if grad:  # off once for all scans of this call; torch.no_grad() costs a microsecond

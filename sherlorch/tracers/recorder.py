@@ -318,20 +318,33 @@ class Recorder(Ledger):
 
         None where it is not as usual.
         """
-        named = [value for value in (*args, *kwargs.values()) if type(value) is float and value - value != 0]
-        if not named or any(value != total for value in named):
+        named = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) is float and value - value != 0:
+                if value != total:
+                    return None
+                named = True
+        if not named:
             return None
         reduction = _amin if total < 0 else _amax
         if (reduction(result).item() if self.direct else self.total(result, reduction)) != total:
             return None  # the sum overflowed
         seq = self.seq = self.seq + 1
         bits |= INF | CONSTANT | GRAPH if result.requires_grad else INF | CONSTANT
-        record = Record(
-            seq, call, plan, result.shape, result.dtype, CPU, bits, parents, *site, Extra(negative=total < 0)
-        )
+        extra = Extra("", None, 0, total < 0)
+        record = Record(seq, call, plan, result.shape, result.dtype, CPU, bits, parents, *site, extra)
+        storage = result.untyped_storage()
+        entry = Entry(storage, self.forget)
+        entry.key = key = storage._cdata
+        entry.node = record
+        entry.views = None
+        entry.more = None
+        self.table[key] = entry
         if self.keep_all:
             self.records.append(record)
-        self.memory.start(result, record)
+            if self.on_fault is None:
+                self.faults.append(record)
+                return record
         self.settle(plan, result, record, parents)
         return record
 
