@@ -88,11 +88,15 @@ class ProvenanceTracker:
         keep: str = "all",
         _defer: bool = False,
     ) -> None:
-        _check_choice("level", level, _LEVELS)
-        _check_choice("on_nonfinite", on_nonfinite, _ON_NONFINITE)
-        _check_choice("keep", keep, _KEEP)
-        _check_bool("capture_stack", capture_stack)
-        _check_bool("fast_shape_ops", fast_shape_ops)
+        if level not in _LEVELS:
+            raise _unknown("level", level, _LEVELS)
+        if on_nonfinite not in _ON_NONFINITE:
+            raise _unknown("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+        if keep not in _KEEP:
+            raise _unknown("keep", keep, _KEEP)
+        for option, value in (("capture_stack", capture_stack), ("fast_shape_ops", fast_shape_ops)):
+            if value is not True and value is not False:
+                raise TypeError(f"{option} takes True or False, got {value!r}")
         self.level = level
         self.on_nonfinite = on_nonfinite
         self.keep = keep
@@ -106,7 +110,7 @@ class ProvenanceTracker:
         self._fast = fast_shape_ops
         self._recorder = Recorder(
             capture_stack=capture_stack,
-            check_dtypes=_check_dtypes(check_dtypes),
+            check_dtypes=None if check_dtypes is None else _check_dtypes(check_dtypes),
             keep_all=keep == "all",
             defer=_defer,
             leaf_name=weakly(self._name_leaf),
@@ -446,19 +450,11 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{option}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
+def _unknown(option: str, value: Any, choices: tuple[str, ...]) -> ValueError:
+    return ValueError(f"{option}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
 
 
-def _check_bool(option: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{option} takes True or False, got {value!r}")
-
-
-def _check_dtypes(value: Any) -> frozenset[torch.dtype] | None:
-    if value is None:
-        return None
+def _check_dtypes(value: Any) -> frozenset[torch.dtype]:
     if not isinstance(value, (torch.dtype, Iterable)):
         raise TypeError(f"check_dtypes takes a torch.dtype or several, got {value!r}")
     dtypes = frozenset([value] if isinstance(value, torch.dtype) else value)

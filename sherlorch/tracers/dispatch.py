@@ -52,8 +52,9 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        plan = self._plans.get(id(func))
-        if plan is None:
+        try:
+            plan = self._plans[id(func)]
+        except KeyError:
             plan = self._plan(func)
         if types and any(
             hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types

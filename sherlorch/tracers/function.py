@@ -62,8 +62,9 @@ class FunctionTracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        plan = self._plans.get(func)
-        if plan is None:
+        try:
+            plan = self._plans[func]
+        except KeyError:
             plan = self._plan(func)
         if not self.enabled:
             return func(*args, **(kwargs or _NOTHING))

@@ -85,6 +85,11 @@ class Plan(OpFacts):
 
     def law_for(self, args: Any, kwargs: Mapping[str, Any]) -> int:
         """The law of this very call, for a plan whose law is conditional."""
+        if self.law and not kwargs:  # every call's, but for one that is given a dtype
+            for value in args:
+                if type(value) is torch.dtype:
+                    return NO_LAW
+            return self.law
         law = law_of_call(self.func, args, kwargs)
         return _LAWS.get(law, NO_LAW) if law is not None else NO_LAW
 
