@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sherlorch import health
 from sherlorch.compat import CAN_MARK, never_compile
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
+from sherlorch.tracers.memory import PLAIN
 from sherlorch.tracers.plan import Plan, plan_overload
 from sherlorch.tracers.recorder import Recorder
 
@@ -69,6 +70,8 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except ValueError:  # a thread of the autograd engine has no Python above
             frame = None
         if plan.writes:
+            if plan.in_place and type(args[0]) in PLAIN:
+                return self.recorder.write(plan, args, kwargs or _NOTHING, frame)
             return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
         out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         if type(out) in _NUMBERS:

@@ -72,6 +72,8 @@ _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
 _SEQUENCES = frozenset({tuple, list})
+_INTEGERS = frozenset({int})
+_PLAIN_TENSORS = frozenset({Tensor})
 _TENSORS = PLAIN
 _SCALARS = frozenset(cls for cls, kind in kinds.items() if kind == SCALAR)
 _READ = OpFacts("item", "item")
@@ -129,7 +131,7 @@ class Recorder(Ledger):
                     node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif cls not in _SCALARS and not (cls is list and arg and type(arg[0]) is int):
+            elif cls not in _SCALARS and not (cls in _SEQUENCES and _INTEGERS.issuperset(map(type, arg))):
                 bits |= self.gather(arg, parents)
         proved = None
         if unproved:
@@ -179,22 +181,32 @@ class Recorder(Ledger):
                 self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
                 return
             law = NO_LAW if bits & NONFINITE else law if not plan.conditional else plan.law_for(args, kwargs)
+        if type(out) is Tensor:
+            results: Sequence[Tensor] = (out,)
+        elif type(out) in _SEQUENCES and _PLAIN_TENSORS.issuperset(map(type, out)):
+            results = out
+        else:
+            site = Site(code, instruction, scope, link, autograd)
+            self.add_results(plan, args, kwargs, out, parents, bits, site, sequence)
+            return
         inputs = tuple(parents)
         keep_all = self.keep_all
         kept = inputs if keep_all else ()
         call = self.seq + 1
         record: Record | None = None
-        for result in (out,) if type(out) is Tensor else out if type(out) in _SEQUENCES else tensors_in(out):
-            if type(result) is not Tensor or not result.is_cpu:
+        for result in results:
+            if not result.is_cpu:
                 site = Site(code, instruction, scope, link, autograd)
-                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                added = self.add_result(plan, args, kwargs, result, inputs, bits, *site, call)
+                record = added or record
                 continue
             try:
                 storage = result.untyped_storage()
                 shape = result.shape
             except (NotImplementedError, RuntimeError):  # sparse, opaque, nested
                 site = Site(code, instruction, scope, link, autograd)
-                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                added = self.add_result(plan, args, kwargs, result, inputs, bits, *site, call)
+                record = added or record
                 continue
             key = storage._cdata
             entry = self.table.get(key)
@@ -215,7 +227,7 @@ class Recorder(Ledger):
                                 plan, args, kwargs, result, total, inputs, state, site, call
                             )
                         if added is None:
-                            added = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call)
+                            added = self.add_result(plan, args, kwargs, result, inputs, bits, *site, call)
                         record = added or record
                         continue
                     if bits & NONFINITE:
@@ -225,7 +237,8 @@ class Recorder(Ledger):
                     flags = state
                 else:
                     site = Site(code, instruction, scope, link, autograd)
-                    record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                    added = self.add_result(plan, args, kwargs, result, inputs, bits, *site, call)
+                    record = added or record
                     continue
                 record = finite_record((
                     seq := self.seq + 1, call, plan, shape, dtype, CPU, flags, kept,
@@ -262,7 +275,8 @@ class Recorder(Ledger):
                     self.memory.adopt(entry, result, record)
             else:
                 site = Site(code, instruction, scope, link, autograd)
-                record = self.add_unusual(plan, args, kwargs, result, inputs, bits, site, call) or record
+                added = self.add_result(plan, args, kwargs, result, inputs, bits, *site, call)
+                record = added or record
                 continue
             if keep_all:
                 self.records.append(record)
@@ -284,23 +298,6 @@ class Recorder(Ledger):
             return False
         total = _sum(result).item() if self.direct else self.total(result)
         return bool(total - total == 0)
-
-    def add_unusual(
-        self,
-        plan: Plan,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        parents: tuple[Record, ...],
-        bits: int,
-        site: Site,
-        call: int,
-    ) -> Record | None:
-        """Add one result that is not as usual, or the several tensors that it consists of."""
-        record = None
-        for each in tensors_in(result):
-            record = self.add_result(plan, args, kwargs, each, parents, bits, *site, call) or record
-        return record
 
     def add_constant(
         self,
@@ -409,7 +406,7 @@ class Recorder(Ledger):
                     node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif cls not in _SCALARS and not (cls is list and arg and type(arg[0]) is int):
+            elif cls not in _SCALARS and not (cls in _SEQUENCES and _INTEGERS.issuperset(map(type, arg))):
                 bits |= self.gather(arg, parents)
         return parents, bits
 
@@ -860,7 +857,19 @@ class Recorder(Ledger):
                 raise problem
             if version >= 0 and version_of(target) == version:
                 return out
-            code, instruction, scope, link, autograd = self.where(frame)
+            scope = self.scope
+            if (
+                scope.phase == OPTIMIZER
+                and self.step_line is not None
+                and frame is not None
+                and _frame_kinds.get(id(frame.f_code)) == INTERNAL
+                and not torch.is_grad_enabled()
+                and _current_autograd_node() is None
+            ):
+                code, instruction = self.step_line  # the usual kernel of an optimizer
+                link = autograd = None
+            else:
+                code, instruction, scope, link, autograd = self.where(frame)
             entry = None
             if not bits & _UNUSUAL and self.usual and (dtype := target.dtype) in SUMMED and target.is_cpu:
                 try:
