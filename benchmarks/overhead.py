@@ -475,7 +475,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=21, help="rounds per size and kind of work")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
     parser.add_argument("--variants", nargs="+", help="only these (plain and the floor always run)")
-    parser.add_argument("--sample-ms", type=float, default=5, help="least time of one plain sample")
+    parser.add_argument("--sample-ms", type=float, default=50, help="least time of one plain sample")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--device", default="cpu")

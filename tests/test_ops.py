@@ -15,6 +15,7 @@ from hypothesis.errors import NoSuchExample
 from law_strategies import CASES, FLOATING, REAL, PlainMaker, arguments, calls
 from torch.utils._pytree import tree_map_only
 
+from sherlorch import health
 from sherlorch.ops import (
     GROUPS,
     Group,
@@ -24,6 +25,7 @@ from sherlorch.ops import (
     law_of_name,
     law_of_overload,
     lookup,
+    traits,
 )
 from sherlorch.ops.law import tensors_in
 
@@ -424,3 +426,82 @@ def test_each_group_gives_its_reason() -> None:
         assert each.proof.endswith(".")
         assert not set(each.left_out) & {*each.function_names, *each.aten_names}
         assert each.overloads_excluded <= set(each.left_out)
+
+
+def _affine(maker):
+    return (maker.x(2, 3), (3,), maker.x(3), maker.x(3))
+
+
+CARRYING = {  # by the names in traits.CARRIES: recipes for the functions and overloads of that name
+    "mm": (lambda m: (m.x(2, 3), m.x(3, 2)),),
+    "bmm": (lambda m: (m.x(2, 2, 3), m.x(2, 3, 2)),),
+    "addmm": (lambda m: (m.x(2), m.x(2, 3), m.x(3, 2)),),
+    "baddbmm": (lambda m: (m.x(2, 2), m.x(2, 2, 3), m.x(2, 3, 2)),),
+    "matmul": (
+        lambda m: (m.x(3), m.x(3)),
+        lambda m: (m.x(2, 3), m.x(3)),
+        lambda m: (m.x(4, 2, 3), m.x(3, 2)),
+    ),
+    "linear": (lambda m: (m.x(2, 3), m.x(4, 3), m.x(4)), lambda m: (m.x(3), m.x(4, 3))),
+    "native_layer_norm": (lambda m: (*_affine(m), 1e-5),),
+    "layer_norm": (_affine,),
+    "add": (lambda m: m.pair(), lambda m: (m.any(), 2.0)),
+    "sub": (lambda m: m.pair(), lambda m: (m.any(), 2.0)),
+    "mul": (lambda m: m.pair(), lambda m: (m.any(), 0.0), lambda m: (m.x(2), m.mask(2))),
+}
+OPERATORS = {"__matmul__": "matmul", "__rmatmul__": "matmul"} | {
+    f"__{side}{name}__": name for side in ("", "r") for name in ("add", "sub", "mul")
+}
+SUMMED = sorted(health.SUMMED, key=str)
+
+
+def absorbs(function, args, kwargs):
+    """Has a call lost every NaN and infinity of its inputs?"""
+    results = called(function, args, kwargs)
+    if not results or not results[0].numel():
+        return False
+    return not any(flags(results[0])) and any(any(flags(tensor)) for tensor in tensors_in(args, kwargs))
+
+
+def test_each_op_that_carries_has_a_recipe() -> None:
+    assert set(CARRYING) | set(OPERATORS) == traits.CARRIES
+
+
+@pytest.mark.parametrize("name", sorted(traits.CARRIES))
+def test_what_carries_absorbs_nothing(name: str) -> None:
+    recipes = CARRYING[OPERATORS.get(name, name)]
+    homes = (torch, torch.Tensor, F, torch._C._nn)
+    functions = [found for home in homes if callable(found := getattr(home, name, None))]
+    packet = getattr(aten, name, None)
+    functions += [getattr(packet, each) for each in packet.overloads() if "out" not in each] if packet else []
+    assert functions
+
+    @settings(max_examples=60, **PROFILE)
+    @given(calls(list(itertools.product(recipes, SUMMED)), True))
+    def nothing_is_absorbed(call):
+        for function in functions:
+            assert not absorbs(function, *call), function
+
+    nothing_is_absorbed()
+
+
+@pytest.mark.parametrize(
+    ("function", "recipe"),
+    [
+        (torch.relu, lambda m: (m.any(),)),
+        (torch.div, lambda m: m.pair()),
+        (torch.maximum, lambda m: m.pair()),
+        (torch.softmax, lambda m: (m.x(2, 2), 0)),
+        (torch.add, lambda m: (*m.pair(), {"alpha": 0.0})),
+        (torch.addmm, lambda m: (m.x(2), m.x(2, 3), m.x(3, 2), {"beta": 0.0})),
+        (torch.embedding, lambda m: (m.x(3, 2), m.index(2, 2))),
+    ],
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_the_same_strategy_finds_what_absorbs(function: object, recipe: object) -> None:
+    strategy = calls([(recipe, dtype) for dtype in (torch.float32, torch.float64)], True)
+    if function is torch.add:  # 0 * NaN is NaN: adding nothing of it still carries
+        with pytest.raises(NoSuchExample):
+            find(strategy, lambda call: absorbs(function, *call), settings=settings(**PROFILE))
+        return
+    find(strategy, lambda call: absorbs(function, *call), settings=settings(max_examples=1000, **PROFILE))
