@@ -50,13 +50,14 @@ class EarlierEntry(Entry):
 class More:
     """What few storages need: parts written since `Entry.node` made the whole, twins of views, doubt."""
 
-    __slots__ = ("mixed", "stale", "trusted", "twins", "writes")
+    __slots__ = ("mixed", "stale", "sweep_at", "trusted", "twins", "writes")
 
     def __init__(self) -> None:
         self.writes: dict[Geometry, Record] = {}  # oldest first
         # Results with the geometry of an older node (detach, a view of the same shape) are told apart by
         # object.
         self.twins: dict[int, tuple[weakref.ref[Tensor], Geometry, Record]] = {}
+        self.sweep_at = _MANY_TWINS
         self.mixed = False  # viewed as several dtypes: the bits of a finite number may be NaN as another
         self.stale = False  # someone may have written while the tracer was not looking
         self.trusted: set[Geometry] = set()  # what was read or written since
@@ -242,9 +243,10 @@ class Memory:
             return True
         if self.by_object:
             more = entry.more = entry.more or More()
-            if len(more.twins) >= _MANY_TWINS:
+            if len(more.twins) >= more.sweep_at:
                 for dead in [number for number, (ref, *_) in more.twins.items() if ref() is None]:
                     del more.twins[dead]
+                more.sweep_at = max(_MANY_TWINS, 2 * len(more.twins))
             more.twins[id(tensor)] = (weakref.ref(tensor), geometry(tensor), record)
         return self.by_object
 
