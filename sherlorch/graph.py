@@ -28,6 +28,7 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 CONDENSED = 1024  # its parents stand for a longer way that was let go
 SCRATCH = 2048  # memory that an op hands to its own backward, in part as it lay there
 GRAPH = 512  # non-finite, and autograd will differentiate through it
+ARRIVING = 4096  # other processes are writing it: nobody has looked yet
 
 
 class Scope:
@@ -43,7 +44,7 @@ class Scope:
 class OpFacts:
     """What is known of an op before it runs, as far as graph and diagnosis need it."""
 
-    __slots__ = ("base", "combines", "constant", "moves", "name", "uninitialised")
+    __slots__ = ("arrives", "base", "combines", "constant", "moves", "name", "uninitialised")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class OpFacts:
         constant: bool = False,
         uninitialised: bool = False,
         combines: bool = False,
+        arrives: bool = False,
     ) -> None:
         self.name = name
         self.base = base
@@ -63,6 +65,7 @@ class OpFacts:
         )
         self.uninitialised = uninitialised  # hands out memory as it is (empty)
         self.combines = combines  # a reduction or product: its result belongs to no single input element
+        self.arrives = arrives  # a collective: its result comes in part from other processes
 
 
 class Record:
@@ -206,6 +209,8 @@ def origin_of(record: Record) -> str | None:
     if not inputs:
         if record.facts.uninitialised:
             return "uninitialised"
+        if record.facts.arrives:
+            return "outside"
         return "constant" if record.bits & CONSTANT else "introduced"
     if state & NAN and not inputs & NAN:
         return "converted"

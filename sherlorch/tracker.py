@@ -19,7 +19,17 @@ from sherlorch import health, source
 from sherlorch.compat import StepHooks
 from sherlorch.diagnosis import Diagnosis, also_seen, diagnose, earliest
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, UntracedTensorError
-from sherlorch.graph import LEAF, OPTIMIZER, OpNode, Record, Scope, location_of, origin_of, to_networkx
+from sherlorch.graph import (
+    ARRIVING,
+    LEAF,
+    OPTIMIZER,
+    OpNode,
+    Record,
+    Scope,
+    location_of,
+    origin_of,
+    to_networkx,
+)
 from sherlorch.modules import ModuleWatch
 from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
 from sherlorch.tracers.dispatch import DispatchTracer
@@ -250,6 +260,8 @@ class ProvenanceTracker:
     def _fault_behind(self, record: Record) -> Record | None:
         """Is this a new fault, rather than one carried on or a value that the program wrote on purpose?"""
         origin = origin_of(record)
+        if origin == "outside" and record.facts.arrives:
+            return record
         if origin in ("introduced", "converted") or (record.extra is not None and record.extra.born):
             return record
         if origin == "propagated" and not record.facts.moves:
@@ -320,6 +332,9 @@ class ProvenanceTracker:
         record = self._record_of(tensor)
         name = _name_in(frame, tensor) or self._known_name(tensor)
         notes: tuple[str, ...] = ()
+        if record.bits & ARRIVING:
+            notes = (f"{record.facts.name} is still writing the tensor: it is judged when it was waited for",)
+            return self._report(diagnose(record), name, notes)
         now = health.examine(_inner(tensor))
         if now != record.state and record.dtype in self._recorder.floating:
             notes = (
@@ -352,6 +367,11 @@ class ProvenanceTracker:
 
     def _report(self, diagnosis: Diagnosis, name: str = "", notes: tuple[str, ...] = ()) -> DiagnosisReport:
         recorder = self._recorder
+        if any(culprit.facts.base == "backward" for culprit in diagnosis.culprits) and _other_processes():
+            notes = (
+                *notes,
+                "it may have come from another process: level='aten' sees the collectives of backward",
+            )
         also = also_seen(recorder.faults, diagnosis, recorder.records if self.keep == "all" else ())
         return make_report(
             diagnosis, nodes=recorder.seq, also=also, coverage=self._coverage(), target_name=name, notes=notes
@@ -359,10 +379,21 @@ class ProvenanceTracker:
 
     def _coverage(self) -> Coverage:
         recorder = self._recorder
-        notes = () if self.level == "aten" else ("backward not seen at this level",)
+        notes: tuple[str, ...] = () if self.level == "aten" else ("backward not seen at this level",)
+        notes += _other_processes()
         return Coverage(
             recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes
         )
+
+
+def _other_processes() -> tuple[str, ...]:
+    """Which part of the program this process is."""
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return ()
+    processes = distributed.get_world_size()
+    rank = distributed.get_rank()
+    return (f"rank {rank} of {processes} processes, the others not seen",) if processes > 1 else ()
 
 
 def _inner(tensor: Tensor) -> Tensor:

@@ -172,6 +172,10 @@ EXAMPLES: dict[str, tuple[Callable[[], Faults], Callable[[], Faults]]] = {
     ),
     "bad_parameter": (lambda: outside("parameter w", T(NAN)), lambda: outside("buffer w", T(NAN))),
     "bad_buffer": (lambda: outside("buffer running_var", T(INF)), lambda: outside("argument", T(INF))),
+    "another_process": (
+        lambda: fault("allreduce", {}, T(1.0, NAN), origin="outside"),
+        lambda: fault("allreduce", {}, T(1.0, NAN), origin="propagated"),
+    ),
     "bad_batch": (lambda: outside("argument", T(1.0, NAN)), lambda: outside("parameter w", T(NAN))),
     "written_on_purpose": (
         lambda: fault("masked_fill", {"self": T(1.0), "value": -INF}, T(-INF), origin="constant"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sherlorch.explain.fault import Fault, Pattern
+from sherlorch.ops.collectives import NAMES
 
 _AMP = frozenset(
     {"amp_foreach_non_finite_check_and_unscale", "amp_update_scale", "amp_non_finite_check_and_unscale"}
@@ -84,6 +85,15 @@ PATTERNS = [
         ),
         remedy="restore or reset it (`module.reset_running_stats()`), and trace the training step that "
         "spoiled it",
+    ),
+    Pattern(
+        "another_process",
+        when=lambda fault: fault.origin == "outside" and not fault.leaf and fault.op in NAMES,
+        why=lambda fault: (
+            f"what this process gave to {fault.op} was finite: another process sent {_held(fault)}"
+            + (", or the sum of finite values overflowed" if not fault.has_nan else "")
+        ),
+        remedy="look at the reports of the other ranks: that of the one which made it names the operation",
     ),
     Pattern(
         "bad_batch",

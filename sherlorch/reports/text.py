@@ -64,6 +64,8 @@ def _claim(report: DiagnosisReport, node: OpNode, details: Sequence[str]) -> str
     module = node.module_path if node.module_path in details else ""
     where = ", ".join(part for part in (module, short(node.location)) if part) or "an unknown line"
     end = f"at {where}  [{node.phase}]"
+    if node.origin == "outside" and node._record.facts.arrives:
+        return f"{showed} in {target} came in from another process with {node.op_name} {end}"
     if node.origin == "outside":
         return f"{showed} in {target} came in with {_leaf(node)}, first used {end}"
     if node.origin == "uninitialised":

@@ -17,6 +17,7 @@ from sherlorch.compat import get_sequence_nr
 from sherlorch.diagnosis import went_wrong
 from sherlorch.graph import (
     ALIAS,
+    ARRIVING,
     BACKWARD,
     CONDENSED,
     CONSTANT,
@@ -44,7 +45,7 @@ from sherlorch.tracers.faults import (
     mark_consumed,
     place_leaves,
 )
-from sherlorch.tracers.memory import PLAIN, EarlierEntry, Memory, anchor
+from sherlorch.tracers.memory import PLAIN, EarlierEntry, Entry, Flight, Memory, More, anchor
 from sherlorch.tracers.plan import Plan
 from sherlorch.weak import weakly
 
@@ -102,6 +103,7 @@ class Ledger:
         "defer",
         "direct",
         "faults",
+        "flights",
         "floating",
         "forget",
         "forward_scope",
@@ -181,7 +183,10 @@ class Ledger:
         self.inherited = 0
         self.unseen: dict[str, int] = {}
         self._examiner = Examiner(weakly(self.miss))
-        self.memory = Memory(weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object)
+        self.memory = Memory(
+            weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object, weakly(self.land)
+        )
+        self.flights: list[Flight] = []  # what other processes write, until somebody looks
         self.table = self.memory.table
         self.forget = self.memory.forget
         self.loose: dict[int, tuple[Any, Record]] = {}
@@ -402,7 +407,9 @@ class Ledger:
         for part in parts:
             bits |= part.bits
         state = bits & GRADIENT
-        if not bits & (NONFINITE | PENDING) and all(part.dtype is tensor.dtype for part in parts):
+        if bits & ARRIVING:
+            state |= PENDING | ARRIVING
+        elif not bits & (NONFINITE | PENDING) and all(part.dtype is tensor.dtype for part in parts):
             state |= INHERITED
             self.inherited += 1
         elif tensor.dtype in self.floating:
@@ -461,11 +468,54 @@ class Ledger:
         text = f"{what}{plan.name}: {type(problem).__name__}: {problem}".split("\n")[0][:_LONGEST_REASON]
         self.unseen[text] = self.unseen.get(text, 0) + 1
 
+    # Collectives: what other processes write is looked at when it has arrived.
+
+    def land(self, entry: Entry, told: bool = True) -> None:
+        """Look at what has arrived on a storage; `told`: of a fault `on_fault` is told."""
+        flights = entry.more.flights if entry.more is not None else ()
+        aloft = tuple(flight for flight in flights if not flight.has_arrived())
+        if entry.more is not None:
+            entry.more.flights = ()
+        for flight in flights:
+            if flight not in aloft:
+                self._look_at(flight, told)
+        if aloft:
+            entry.more = entry.more or More()
+            self.memory.views(entry, None)
+            entry.more.flights = aloft
+
+    def _look_at(self, flight: Flight, told: bool) -> None:
+        record = flight.record
+        record.bits &= ~(PENDING | ARRIVING)
+        with health.unseen():
+            held = flight.place()
+            self.memory.write(held, record)
+            state = self.state_of(held)
+            record.bits |= state
+            if state & PENDING:
+                self._wait(record, held)
+            elif state:
+                record.extra = Extra(evidence=leaf_evidence(held))
+        if state & NONFINITE:
+            place_leaves(record.parents, record)
+            self._archive(record)
+            if told and self.on_fault is not None:
+                self.on_fault(record)
+        elif not state and not self.keep_all:
+            record.parents = ()
+
+    def sweep_flights(self, landing: bool = False) -> None:
+        """Let go of work that is done and of what nobody can read any more; look at the rest if so asked."""
+        self.flights = [flight for flight in self.flights if flight.is_aloft()]
+        for flight in self.flights:
+            if flight.has_arrived() and landing and flight.is_aloft():
+                self.land(flight.entry, told=False)
+
     # Accelerators: states that are read later.
 
     def _wait(self, record: Record, tensor: Tensor | None, late: Late = _AT_ONCE) -> None:
         scan = None
-        if not late.inherits and tensor is not None:
+        if not late.inherits and tensor is not None and not record.bits & ARRIVING:
             try:
                 scan = self.begin_scan(tensor, bool(record.bits & LEAF))
             except Exception as problem:
@@ -476,6 +526,8 @@ class Ledger:
 
     def resolve(self) -> None:
         """Read every waiting state in one transfer, in the order of the program."""
+        if self.flights:
+            self.sweep_flights(landing=True)
         waiting, self.pending = self.pending, []
         if not waiting:
             return
@@ -494,7 +546,7 @@ class Ledger:
         if late.consumes and (record.dtype in self.floating or loses_infinity(facts, inputs, record.dtype)):
             mark_consumed(record.parents, late.differentiable)
         state = (inputs | INHERITED if late.inherits else 0) if answer is None else answer[0]
-        record.bits = record.bits & ~PENDING | state
+        record.bits = record.bits & ~(PENDING | ARRIVING) | state
         if record.bits & LEAF and record.parents:
             self._compare(record)
         if not state & NONFINITE:

@@ -50,7 +50,7 @@ class EarlierEntry(Entry):
 class More:
     """What few storages need: parts written since `Entry.node` made the whole, twins of views, doubt."""
 
-    __slots__ = ("mixed", "stale", "sweep_at", "trusted", "twins", "writes")
+    __slots__ = ("flights", "mixed", "stale", "sweep_at", "trusted", "twins", "writes")
 
     def __init__(self) -> None:
         self.writes: dict[Geometry, Record] = {}  # oldest first
@@ -61,9 +61,49 @@ class More:
         self.mixed = False  # viewed as several dtypes: the bits of a finite number may be NaN as another
         self.stale = False  # someone may have written while the tracer was not looking
         self.trusted: set[Geometry] = set()  # what was read or written since
+        self.flights: tuple[Flight, ...] = ()  # what other processes are writing
 
     def newest_first(self) -> list[tuple[Geometry, Record]]:
         return list(self.writes.items())[::-1]
+
+
+def _is_done(work: Any) -> bool:
+    """May whoever waited have gone on? Some wait for the future, which is done before the work says so."""
+    if work.is_completed():
+        return True
+    try:
+        return bool(work.get_future().done())
+    except RuntimeError:  # a work without a future
+        return False
+
+
+class Flight:
+    """Values on their way from other processes into a region of memory."""
+
+    __slots__ = ("entry", "record", "region", "work")
+
+    def __init__(self, record: Record, entry: Entry, region: Geometry, work: Any) -> None:
+        self.record = record
+        self.entry = entry
+        self.region = region
+        self.work = work  # None where the program waits before anything else can look
+
+    def has_arrived(self) -> bool:
+        """Is the work done? On an accelerator waiting only orders the stream: whoever reads has waited."""
+        if self.work is not None and (self.record.device.type != "cpu" or _is_done(self.work)):
+            self.work = None  # it keeps its tensors alive
+        return self.work is None
+
+    def is_aloft(self) -> bool:
+        """Has nobody looked yet, and nothing written over it?"""
+        more = self.entry.more
+        return more is not None and self in more.flights and self.entry() is not None
+
+    def place(self) -> Tensor:
+        """The tensor that it fills."""
+        offset, shape, strides, dtype = self.region
+        storage = self.entry()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
 
 def geometry(tensor: Tensor) -> Geometry:
@@ -130,12 +170,14 @@ class Memory:
         merge: Callable[[Tensor, Sequence[Record]], Record],
         state: Callable[[Tensor], int],
         by_object: bool = False,
+        land: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
         self.table: dict[int, Entry] = {}
         self.by_object = by_object
         self._leaf = leaf
         self._merge = merge
         self._state = state
+        self.land = land  # looks at what has arrived on a storage
         table = self.table
 
         def forget(entry: Entry) -> None:
@@ -187,6 +229,8 @@ class Memory:
         """The node of `tensor` on a known storage."""
         if tensor.is_nested:
             tensor = tensor.values()
+        if entry.more is not None and entry.more.flights:
+            self.land(entry)
         if entry.views is None:
             node = entry.node
             assert node is not None
@@ -289,6 +333,23 @@ class Memory:
         more.writes[key] = record
         if more.stale:
             more.trusted.add(key)
+
+    def expect(self, tensor: Tensor, record: Record, work: Any) -> Flight:
+        """Other processes are writing `tensor`; its state is asked for when it is read."""
+        self.write(tensor, record)
+        entry = self.table[tensor.untyped_storage()._cdata]
+        if entry.views is None:
+            entry.views = {geometry(tensor): record}
+        more = entry.more = entry.more or More()
+        flight = Flight(record, entry, geometry(tensor), work)
+        more.flights = (*more.flights, flight)
+        return flight
+
+    def expect_no_more(self, tensor: Tensor) -> None:
+        """An op has computed with `tensor`: whatever other processes wrote there has arrived."""
+        entry = self.table.get(tensor.untyped_storage()._cdata)
+        for flight in entry.more.flights if entry is not None and entry.more is not None else ():
+            flight.work = None
 
     def lasting(self) -> Iterator[Record]:
         """Who wrote what is in memory that the program had before, where any of it is bad."""

@@ -10,6 +10,7 @@ import torch
 
 from sherlorch.graph import OpFacts
 from sherlorch.ops import Law, law_of_call, law_of_function, law_of_overload, traits
+from sherlorch.ops.collectives import Collective, collective_of
 from sherlorch.ops.lookup import has_conditional_law
 from sherlorch.tracers.bindings import binding_of
 
@@ -28,6 +29,7 @@ class Plan(OpFacts):
         "call",
         "careful",
         "carries",
+        "collective",
         "conditional",
         "func",
         "has_schema",
@@ -82,6 +84,7 @@ class Plan(OpFacts):
         self.random = False
         self.has_schema = False  # is it known from a schema what a call writes?
         self.arguments: tuple[str, ...] = ()
+        self.collective: Collective | None = None  # what it writes comes in part from other processes
 
     def law_for(self, args: Any, kwargs: Mapping[str, Any]) -> int:
         """The law of this very call, for a plan whose law is conditional."""
@@ -132,6 +135,10 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     if schema is None:  # a higher order operator
         return plan
     plan.call = binding_of(func)
+    plan.has_schema = True
+    plan.arguments = tuple(argument.name for argument in schema.arguments)
+    if _is_collective(plan):
+        return plan
     law = law_of_overload(func)
     plan.law = _LAWS.get(law, NO_LAW) if fast and law is not None else NO_LAW
     plan.conditional = fast and law is None and has_conditional_law(func)
@@ -150,10 +157,19 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.lifts = base in ("lift_fresh", "lift_fresh_copy")
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
-    plan.has_schema = True
-    plan.arguments = tuple(argument.name for argument in schema.arguments)
     plan.careful = plan.conditional or plan.unusual
     return plan
+
+
+def _is_collective(plan: Plan) -> bool:
+    """Does torch.distributed write what this call gives? Then that is all there is to know."""
+    plan.collective = collective_of(plan.func)
+    if plan.collective is None:
+        return False
+    plan.arrives = True
+    plan.writes = [(0, plan.collective.writes, False)]
+    plan.special = plan.random = True  # never to be run again for a second look
+    return True
 
 
 def _views(schema: Any) -> bool:
@@ -189,6 +205,8 @@ def plan_function(func: Any, fast: bool) -> Plan:
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     plan = Plan(func, name, name)
+    if _is_collective(plan):
+        return plan
     law = law_of_function(func)
     # `view` alone takes a dtype where others take sizes.
     plan.conditional = fast and (has_conditional_law(func) or name == "view")

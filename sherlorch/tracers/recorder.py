@@ -20,6 +20,7 @@ from sherlorch import health, source
 from sherlorch.compat import get_sequence_nr
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.graph import (
+    ARRIVING,
     BACKWARD,
     CONSTANT,
     CONSUMED,
@@ -41,6 +42,7 @@ from sherlorch.graph import (
 from sherlorch.health import FLOATING, INF, NONFINITE, SUMMED
 from sherlorch.ops.traits import SCALES
 from sherlorch.source import ENGINE, INTERNAL, USER
+from sherlorch.tracers import collectives
 from sherlorch.tracers.arguments import (
     SCALAR,
     TENSOR,
@@ -454,6 +456,8 @@ class Recorder(Ledger):
             elif law == PERMUTES and bits & NONFINITE and not bits & PENDING:
                 state = INHERITED | (bits & NONFINITE)
                 self.inherited += 1
+            elif bits & ARRIVING and entry is not None:
+                state = PENDING | ARRIVING  # a view of what other processes are writing
             elif device is CPU and not self.defer:
                 state = self.scan(out)
             else:
@@ -624,6 +628,9 @@ class Recorder(Ledger):
                 continue
             if share_memory(held, written):
                 continue
+            if known.bits & ARRIVING:
+                self.memory.expect_no_more(held)
+                known = self.node_of(tensor)
             if not known.bits & NONFINITE:
                 changed[id(known)] = self.written_unseen(held)
             elif known not in parents:  # found out when an earlier result of this call was looked at
@@ -801,8 +808,12 @@ class Recorder(Ledger):
         """Run a call that writes arguments, and add what it wrote and what it returned."""
         if plan.in_place and type(args[0]) in PLAIN:
             return self.write(plan, args, kwargs, frame)
+        if plan.collective is not None:
+            return collectives.call(self, plan, args, kwargs, frame)
         try:
             writing = Writing(self, plan, args, kwargs)
+        except (NonFiniteError, NonFiniteWarning):
+            raise  # what other processes sent
         except Exception as problem:
             self.miss(plan, problem)
             return plan.call(*args, **kwargs)
