@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from sherlorch import cli
 
@@ -302,6 +303,14 @@ def test_a_fault_in_a_worker_is_told_by_the_worker(write: Write, tmp_path: Path)
     assert "another process" in done.stdout
 
 
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    """A default device is a mode that stays."""
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("default_device")
 def test_many_steps_keep_memory_bounded_and_a_default_device_is_fine(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

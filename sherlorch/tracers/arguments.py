@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from sherlorch.tracers.memory import anchor, geometry, inner_tensors, may_overlap
@@ -27,8 +28,8 @@ def kind_of(cls: type) -> int:
     kind = SCALAR
     if issubclass(cls, Tensor):
         kind = WRAPPER if hasattr(cls, "__tensor_flatten__") else TENSOR
-        if issubclass(cls, (UninitializedParameter, UninitializedBuffer)):
-            kind = SCALAR  # it has neither shape nor memory yet
+        if issubclass(cls, (UninitializedParameter, UninitializedBuffer, FakeTensor)):
+            kind = SCALAR  # it has no memory, or none yet
     elif issubclass(cls, (list, tuple, dict)):
         kind = NESTED
     kinds[cls] = kind

@@ -17,6 +17,8 @@ from sherlorch.tracers.memory import PLAIN
 from sherlorch.tracers.plan import Plan, plan_overload
 from sherlorch.tracers.recorder import Recorder
 
+# False inside of DisableTorchFunction. Torch 2.0 cannot tell.
+_function_modes_listen = getattr(torch._C, "_is_torch_function_mode_enabled", lambda: False)
 _NUMBERS = frozenset({float, int, bool, complex, type(None)})
 _NOTHING: dict[str, Any] = {}
 _PLANS: dict[bool, dict[int, Plan]] = {
@@ -51,8 +53,12 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        depth: int = 1,
+    ) -> Any:  # fmt: skip
+        if _function_modes_listen():  # to a kernel that torch did not call by way of them
+            with torch._C.DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs, 2)
         try:
             plan = self._plans[id(func)]
         except KeyError:
@@ -66,7 +72,7 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.enabled:
             return plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         try:
-            frame: Any = _getframe(1)
+            frame: Any = _getframe(depth)
         except ValueError:  # a thread of the autograd engine has no Python above
             frame = None
         if plan.writes:

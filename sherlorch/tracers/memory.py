@@ -126,15 +126,23 @@ def anchor(tensor: Tensor) -> Tensor | None:
         inner = inner_tensors(tensor)
         return anchor(inner[0]) if inner else None
     layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return tensor._values()
     try:
+        if layout is torch.sparse_coo:
+            with unseen():
+                return tensor._values()
         if layout is not torch.strided or tensor.is_nested:
-            return anchor(tensor.values())
+            with unseen():
+                return anchor(tensor.values())
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
     return tensor if storage is not None else None
+
+
+def values_of_nested(tensor: Tensor) -> Tensor:
+    """The strided tensor of all elements of a nested one."""
+    with unseen():
+        return tensor.values()
 
 
 def covers_storage(tensor: Tensor) -> bool:
@@ -210,7 +218,7 @@ class Memory:
         """First sight of an argument. A leaf that does not fill its storage speaks only for its own
         region."""
         if tensor.is_nested:
-            tensor = tensor.values()
+            tensor = values_of_nested(tensor)
         storage = tensor.untyped_storage()
         record = self._leaf(tensor)
         entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
@@ -228,7 +236,7 @@ class Memory:
     def read(self, entry: Entry, tensor: Tensor) -> Record:
         """The node of `tensor` on a known storage."""
         if tensor.is_nested:
-            tensor = tensor.values()
+            tensor = values_of_nested(tensor)
         if entry.more is not None and entry.more.flights:
             self.land(entry)
         if entry.views is None:

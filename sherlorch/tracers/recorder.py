@@ -63,7 +63,7 @@ from sherlorch.tracers.faults import (
     without_scratch,
 )
 from sherlorch.tracers.ledger import CPU, Late, Ledger, Site
-from sherlorch.tracers.memory import PLAIN, Entry, anchor
+from sherlorch.tracers.memory import PLAIN, Entry, anchor, values_of_nested
 from sherlorch.tracers.plan import NO_LAW, PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
 
@@ -975,7 +975,7 @@ class Recorder(Ledger):
         if type(target) not in PLAIN or target.layout is not _strided or _is_functorch_wrapped(target):
             held = anchor(target)
         elif target.is_nested:
-            held = target = target.values()
+            held = target = values_of_nested(target)
         dtype = target.dtype
         device = CPU if target.is_cpu else target.device
         state = 0

@@ -1,0 +1,22 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def modes() -> tuple[int, int]:
+    """How many function and dispatch modes are on the stacks of this thread."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+@pytest.fixture(autouse=True)
+def no_mode_stays() -> Iterator[None]:
+    """A mode that a test leaves behind would listen to all tests after it."""
+    before = modes()
+    yield
+    after = modes()
+    assert after == before, f"(function, dispatch) modes: {before} before the test, {after} after it"
