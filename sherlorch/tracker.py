@@ -32,6 +32,7 @@ from sherlorch.graph import (
 )
 from sherlorch.modules import ModuleWatch
 from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
+from sherlorch.threads import ThreadWatch
 from sherlorch.tracers.dispatch import DispatchTracer
 from sherlorch.tracers.function import FunctionTracer
 from sherlorch.tracers.recorder import Recorder
@@ -111,6 +112,7 @@ class ProvenanceTracker:
         self.on_nonfinite = on_nonfinite
         self.keep = keep
         self._modules = ModuleWatch(weakly(self._enter_module))
+        self._threads = ThreadWatch()
         self._module: str | None = None
         self._scopes: dict[tuple[str, str | None], Scope] = {}
         self._warned: set[str | None] = set()
@@ -140,6 +142,7 @@ class ProvenanceTracker:
                 self._recorder.memory.distrust()
             self._hook_optimizers()
             self._modules.thread = get_ident()
+            self._threads.begin()
             self._mode.__enter__()
         self._depth += 1
         return self
@@ -157,6 +160,7 @@ class ProvenanceTracker:
             self._mode.__exit__(kind, error, traceback)
         finally:
             self.unwatch()
+            self._threads.end()
             self._modules.thread = None
             for hook in self._hooks:
                 hook.remove()
@@ -372,18 +376,36 @@ class ProvenanceTracker:
                 *notes,
                 "it may have come from another process: level='aten' sees the collectives of backward",
             )
+        if any(map(_may_be_of_a_thread, diagnosis.culprits)):
+            others = max(self._threads.started(), self._threads.running())
+            if others:
+                notes = (*notes, f"another thread may have made it: {_threads(others)} ran without a tracer")
         also = also_seen(recorder.faults, diagnosis, recorder.records if self.keep == "all" else ())
         return make_report(
             diagnosis, nodes=recorder.seq, also=also, coverage=self._coverage(), target_name=name, notes=notes
         )
 
+    def _other_threads(self) -> tuple[str, ...]:
+        started = self._threads.started()
+        return (f"{_threads(started)} started meanwhile without a tracer, not seen",) if started else ()
+
     def _coverage(self) -> Coverage:
         recorder = self._recorder
         notes: tuple[str, ...] = () if self.level == "aten" else ("backward not seen at this level",)
-        notes += _other_processes()
+        notes += (*_other_processes(), *self._other_threads())
         return Coverage(
             recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes
         )
+
+
+def _threads(number: int) -> str:
+    return f"{number} other thread" + "s" * (number != 1)
+
+
+def _may_be_of_a_thread(culprit: Record) -> bool:
+    """Is it a tensor that came in from nowhere that is known?"""
+    name = culprit.extra.name if culprit.extra is not None else ""
+    return bool(culprit.bits & LEAF) and not name.startswith(("parameter ", "buffer ", "tensor made at"))
 
 
 def _other_processes() -> tuple[str, ...]:

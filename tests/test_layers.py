@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up. A name is a module or a package below `sherlorch`; "" is the facade.
 LAYERS = [
-    {"errors", "weak", "compat", "health"},
+    {"errors", "weak", "compat", "health", "threads"},
     {"evidence", "source", "modules", "ops"},
     {"graph", "capture"},
     {"explain", "diagnosis", "replay"},

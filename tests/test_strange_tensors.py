@@ -668,7 +668,7 @@ class ListeningToKernels(Listening, TorchDispatchMode):
 
 
 def heard(run: Callable[[], Any], mode: type, level: str = "", order: str = "") -> list[str]:
-    """What a mode outside or inside of the traced block sees of a program; untraced where no level is named."""
+    """What a mode outside or inside of the traced block sees of a program; untraced without a level."""
     GRADIENTS.clear()
     torch.manual_seed(0)
     listening = mode()
