@@ -694,6 +694,61 @@ def test_another_mode_sees_what_it_sees_untraced(
     assert heard(run, mode, level, order) == untraced
 
 
+def nested(first: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([first, torch.ones(1, 3)])
+
+
+ON_NESTED: dict[str, Callable[[Tensor], Any]] = {
+    "unbind": lambda n: n.unbind(),
+    "select a part": lambda n: n.select(0, 0),
+    "select the other part": lambda n: n[1],
+    "select a column": lambda n: n.select(2, 0),
+    "narrow": lambda n: n.narrow(0, 1, 1),
+    "chunk": lambda n: n.chunk(3, -1),
+    "split": lambda n: n.split([1, 2], -1),
+    "split_with_sizes": lambda n: torch.split_with_sizes(n, [1, 2], -1),
+    "parts of a chunk": lambda n: n.chunk(3, -1)[0].unbind(),
+    "a chunk computed with": lambda n: n.chunk(3, -1)[1] * 2,
+    "values": lambda n: n.values(),
+    "to_padded_tensor": lambda n: n.to_padded_tensor(0.0),
+    "transpose": lambda n: n.transpose(1, 2).unbind()[0].sum(),
+    "contiguous": lambda n: n.transpose(1, 2).contiguous(),
+    "reshape": lambda n: n.reshape(2, -1, 3),
+    "squeeze": lambda n: n.unsqueeze(1).squeeze(1),
+    "clone": lambda n: n.clone().unbind(),
+    "detach": lambda n: n.detach(),
+    "to": lambda n: n.to(torch.float64),
+    "cat": lambda n: torch.cat([n, n]),
+    "as_nested_tensor": lambda n: torch.nested.as_nested_tensor([n[0], n[1]]),
+    "mul": lambda n: n * 2,
+    "add": lambda n: n + n,
+    "relu": lambda n: n.relu(),
+    "softmax": lambda n: n.softmax(-1),
+    "sum": lambda n: n.sum(-1, keepdim=True),
+    "linear": lambda n: F.linear(n, torch.ones(2, 3)),
+    "matmul": lambda n: n @ n.transpose(1, 2),
+    "attention": lambda n: F.scaled_dot_product_attention(n, n, n),
+    "in place": lambda n: n.mul_(2).unbind(),
+    "fill": lambda n: n.fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("first", [BAD + 1, 1 / BAD], ids=["clean", "bad"])
+@pytest.mark.parametrize("name", ON_NESTED)
+def test_strided_nested_tensors(name: str, first: Tensor, level: str) -> None:
+    def run() -> Any:
+        n = nested(first * 1.0)
+        return ON_NESTED[name](n), n
+
+    try:
+        expected = run()
+    except (RuntimeError, NotImplementedError) as problem:
+        pytest.skip(f"this torch cannot: {problem}")
+    with sherlorch.trace(level=level) as tracker:
+        actual = run()
+    check(tracker, expected, actual)
+
+
 def test_modes_nested_in_each_other(level: str) -> None:
     with sherlorch.trace(level="aten") as outer, sherlorch.trace(level="function") as inner:
         y = (BAD / BAD).sum()

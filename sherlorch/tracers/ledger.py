@@ -45,7 +45,7 @@ from sherlorch.tracers.faults import (
     mark_consumed,
     place_leaves,
 )
-from sherlorch.tracers.memory import PLAIN, EarlierEntry, Entry, Flight, Memory, More, anchor
+from sherlorch.tracers.memory import PLAIN, EarlierEntry, Entry, Flight, Memory, More, anchor, shape_of
 from sherlorch.tracers.plan import Plan
 from sherlorch.weak import weakly
 
@@ -184,8 +184,9 @@ class Ledger:
         self.unseen: dict[str, int] = {}
         self._examiner = Examiner(weakly(self.miss))
         self.memory = Memory(
-            weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object, weakly(self.land)
-        )
+            weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object,
+            weakly(self.land), weakly(self._node_without_storage),
+        )  # fmt: skip
         self.flights: list[Flight] = []  # what other processes write, until somebody looks
         self.table = self.memory.table
         self.forget = self.memory.forget
@@ -344,7 +345,20 @@ class Ledger:
         seq = self.seq = self.seq + 1
         scope = self.scope if self.scope.phase == FORWARD else self.forward_scope
         record = Record(
-            seq, seq, _LEAF, tensor.shape, dtype, device, state | bits, (), None, 0, scope, None, None, extra
+            seq,
+            seq,
+            _LEAF,
+            shape_of(tensor),
+            dtype,
+            device,
+            state | bits,
+            (),
+            None,
+            0,
+            scope,
+            None,
+            None,
+            extra,
         )
         self._add(record, tensor)
         return record

@@ -130,6 +130,8 @@ def anchor(tensor: Tensor) -> Tensor | None:
         if layout is torch.sparse_coo:
             with unseen():
                 return tensor._values()
+        if tensor.is_nested and not tensor.is_contiguous():
+            return None  # a part of the elements of another one
         if layout is not torch.strided or tensor.is_nested:
             with unseen():
                 return anchor(tensor.values())
@@ -137,6 +139,11 @@ def anchor(tensor: Tensor) -> Tensor | None:
     except (NotImplementedError, RuntimeError):
         return None
     return tensor if storage is not None else None
+
+
+def shape_of(tensor: Tensor) -> torch.Size:
+    """The shape; of a nested tensor, which has none, how many elements it has."""
+    return torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
 
 
 def values_of_nested(tensor: Tensor) -> Tensor:
@@ -179,12 +186,14 @@ class Memory:
         state: Callable[[Tensor], int],
         by_object: bool = False,
         land: Callable[[Entry], None] = lambda entry: None,
+        loose: Callable[[Tensor], Record] | None = None,
     ) -> None:
         self.table: dict[int, Entry] = {}
         self.by_object = by_object
         self._leaf = leaf
         self._merge = merge
         self._state = state
+        self._loose = loose or leaf  # the record of a tensor that is no region of its storage
         self.land = land  # looks at what has arrived on a storage
         table = self.table
 
@@ -218,6 +227,8 @@ class Memory:
         """First sight of an argument. A leaf that does not fill its storage speaks only for its own
         region."""
         if tensor.is_nested:
+            if not tensor.is_contiguous():
+                return self._loose(tensor)
             tensor = values_of_nested(tensor)
         storage = tensor.untyped_storage()
         record = self._leaf(tensor)
@@ -236,6 +247,8 @@ class Memory:
     def read(self, entry: Entry, tensor: Tensor) -> Record:
         """The node of `tensor` on a known storage."""
         if tensor.is_nested:
+            if not tensor.is_contiguous():
+                return self._loose(tensor)
             tensor = values_of_nested(tensor)
         if entry.more is not None and entry.more.flights:
             self.land(entry)
@@ -273,7 +286,7 @@ class Memory:
                 known = source is not None and source.untyped_storage()._cdata == entry.key
             except (NotImplementedError, RuntimeError):  # a sparse tensor, of its values
                 known = False
-            if known and source is not None:
+            if known and source is not None and not source.is_nested:
                 views = entry.views = {geometry(source): node}
             else:
                 shape = torch.Size(node.shape)

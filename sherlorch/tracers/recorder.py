@@ -63,7 +63,7 @@ from sherlorch.tracers.faults import (
     without_scratch,
 )
 from sherlorch.tracers.ledger import CPU, Late, Ledger, Site
-from sherlorch.tracers.memory import PLAIN, Entry, anchor, values_of_nested
+from sherlorch.tracers.memory import PLAIN, Entry, anchor, shape_of, values_of_nested
 from sherlorch.tracers.plan import NO_LAW, PERMUTES, Plan
 from sherlorch.tracers.writes import Writing
 
@@ -267,7 +267,7 @@ class Recorder(Ledger):
                 self.inherited += 1
                 views = entry.views
                 if views is None:
-                    if inputs[0] is entry.node:
+                    if inputs[0] is entry.node and not viewed.is_nested:
                         region = (viewed.storage_offset(), viewed.shape, viewed.stride(), viewed.dtype)
                         views = entry.views = {region: inputs[0]}
                     else:
@@ -558,7 +558,7 @@ class Recorder(Ledger):
         if any(out is arg for arg in args):
             return None
         held = anchor(out)
-        shape = held.shape if held is not None and out.is_nested else out.shape
+        shape = shape_of(out)
         state = self.state_of(held if held is not None else out)
         mark_consumed(parents)
         extra = None
