@@ -490,15 +490,18 @@ class Ledger:
         aloft = tuple(flight for flight in flights if not flight.has_arrived())
         if entry.more is not None:
             entry.more.flights = ()
-        for flight in flights:
-            if flight not in aloft:
-                self._look_at(flight, told)
+        landed = [flight for flight in flights if flight not in aloft]
+        for flight in landed:
+            self._look_at(flight)
         if aloft:
             entry.more = entry.more or More()
             self.memory.views(entry, None)
             entry.more.flights = aloft
+        for flight in landed if told and self.on_fault is not None else ():
+            if flight.record.bits & NONFINITE and self.on_fault is not None:
+                self.on_fault(flight.record)
 
-    def _look_at(self, flight: Flight, told: bool) -> None:
+    def _look_at(self, flight: Flight) -> None:
         record = flight.record
         record.bits &= ~(PENDING | ARRIVING)
         with health.unseen():
@@ -513,8 +516,6 @@ class Ledger:
         if state & NONFINITE:
             place_leaves(record.parents, record)
             self._archive(record)
-            if told and self.on_fault is not None:
-                self.on_fault(record)
         elif not state and not self.keep_all:
             record.parents = ()
 
