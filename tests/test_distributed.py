@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import sherlorch
 from sherlorch import ProvenanceTracker
+from sherlorch.tracers import memory
 
 LEVELS = ("function", "aten")
 PATIENCE = timedelta(seconds=30)
@@ -225,6 +226,13 @@ def run_data_parallel(rank: int, level: str, views: bool) -> Any:
     return answers
 
 
+def run_unsure(rank: int, level: str) -> Any:
+    """No work ever says that it is done: only what computes with its result tells."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_is_done", lambda work: False)
+        return run_data_parallel(rank, level, False)
+
+
 def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
@@ -240,6 +248,7 @@ def main(rank: int, folder: Path) -> None:
         parts["results"] = lambda level=level: run_results(rank, level)
         parts["data parallel"] = lambda level=level: run_data_parallel(rank, level, False)
         parts["data parallel views"] = lambda level=level: run_data_parallel(rank, level, True)
+        parts["data parallel unsure"] = lambda level=level: run_unsure(rank, level)
         for name, part in parts.items():
             try:
                 answers[f"{name} {level}"] = part()
@@ -384,7 +393,7 @@ def test_collectives_that_return_their_result(answers: list[dict[str, Any]], lev
     check_came_in(answer(answers, GOOD, "results", level))
 
 
-@pytest.mark.parametrize("name", ["data parallel", "data parallel views"])
+@pytest.mark.parametrize("name", ["data parallel", "data parallel views", "data parallel unsure"])
 def test_a_gradient_from_another_process(answers: list[dict[str, Any]], level: str, name: str) -> None:
     loss, weight, *gradient = answer(answers, GOOD, name, level)
     assert loss["node"] == loss["held"] == [False, False]
