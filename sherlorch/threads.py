@@ -6,6 +6,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 # Threads of these packages compute nothing of the program's.
 _HELPERS = frozenset({
@@ -17,13 +18,21 @@ _NUMBERED = re.compile(r"Thread-(\d+)")
 
 _watched: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _watched_numbers: set[int] = set()
+_counter: Any = getattr(getattr(threading, "_counter", None), "__self__", None)
+_alive: Any = getattr(threading, "_active", None)  # what `threading.enumerate` lists, without its lock
 
 
 def _next_number() -> int:
     """The number that the next nameless thread will be called by; 0 where Python does not tell."""
-    counter = getattr(getattr(threading, "_counter", None), "__self__", None)
-    found = re.fullmatch(r"count\((\d+)\)", repr(counter))  # looked at, not counted on
+    found = re.fullmatch(r"count\((\d+)\)", repr(_counter))  # looked at, not counted on
     return int(found[1]) if found else 0
+
+
+def _threads() -> list[threading.Thread]:
+    try:
+        return list(_alive.values())
+    except (AttributeError, RuntimeError):  # another Python; a thread that begins or ends meanwhile
+        return threading.enumerate()
 
 
 def _number_of(thread: threading.Thread) -> int | None:
@@ -52,27 +61,35 @@ class ThreadWatch:
 
     def __init__(self) -> None:
         self._found: set[object] = set()
-        self._earlier: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._earlier: list[threading.Thread] = []
+        self._counted = ""  # how the counter of nameless threads looked
         self._first = 0
         self._open = False
 
     def begin(self) -> None:
         """The block of this thread begins."""
         own = threading.current_thread()
-        _watched.add(own)
-        number = _number_of(own)
-        if number is not None:
-            _watched_numbers.add(number)
-        self._earlier = weakref.WeakSet(threading.enumerate())
-        self._first = _next_number()
+        if own not in _watched:
+            _watched.add(own)
+            number = _number_of(own)
+            if number is not None:
+                _watched_numbers.add(number)
+        self._earlier = _threads()
+        counted = repr(_counter)
+        if counted != self._counted:
+            self._counted = counted
+            self._first = _next_number()
         self._open = True
 
     def end(self) -> None:
         """The block ends; threads that start later are none of its business."""
         self._look()
         self._open = False
+        self._earlier = []
 
     def _look(self) -> None:
+        if repr(_counter) == self._counted and _threads() == self._earlier:
+            return  # none began
         helpers = {_number_of(thread) for thread in threading.enumerate() if _is_helper(thread)}
         started = set(range(self._first, _next_number())) - helpers  # those that have ended are counted too
         self._found |= started
