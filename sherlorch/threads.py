@@ -22,9 +22,9 @@ _counter: Any = getattr(getattr(threading, "_counter", None), "__self__", None)
 _alive: Any = getattr(threading, "_active", None)  # what `threading.enumerate` lists, without its lock
 
 
-def _next_number() -> int:
+def _number_in(counter: str) -> int:
     """The number that the next nameless thread will be called by; 0 where Python does not tell."""
-    found = re.fullmatch(r"count\((\d+)\)", repr(_counter))  # looked at, not counted on
+    found = re.fullmatch(r"count\((\d+)\)", counter)  # looked at, not counted on
     return int(found[1]) if found else 0
 
 
@@ -63,7 +63,6 @@ class ThreadWatch:
         self._found: set[object] = set()
         self._earlier: list[threading.Thread] = []
         self._counted = ""  # how the counter of nameless threads looked
-        self._first = 0
         self._open = False
 
     def begin(self) -> None:
@@ -75,10 +74,7 @@ class ThreadWatch:
             if number is not None:
                 _watched_numbers.add(number)
         self._earlier = _threads()
-        counted = repr(_counter)
-        if counted != self._counted:
-            self._counted = counted
-            self._first = _next_number()
+        self._counted = repr(_counter)
         self._open = True
 
     def end(self) -> None:
@@ -91,7 +87,9 @@ class ThreadWatch:
         if repr(_counter) == self._counted and _threads() == self._earlier:
             return  # none began
         helpers = {_number_of(thread) for thread in threading.enumerate() if _is_helper(thread)}
-        started = set(range(self._first, _next_number())) - helpers  # those that have ended are counted too
+        started = (
+            set(range(_number_in(self._counted), _number_in(repr(_counter)))) - helpers
+        )  # those that have ended are counted too
         self._found |= started
         for thread in _unwatched():
             if thread not in self._earlier:

@@ -194,7 +194,7 @@ PLANTS: list[tuple[Any, str]] = [
     (Recorder, "gather"),
     (Recorder, "inputs"),
     (Recorder, "copy"),
-    (Ledger, "_leaf"),
+    (Ledger, "leaf"),
     (Ledger, "settle"),
     (Writing, "__init__"),
     (Writing, "finish"),

@@ -274,7 +274,7 @@ def fail(*_: Any, **__: Any) -> Any:
         (Recorder, "tie_made"),
         (Ledger, "settle"),
         (Ledger, "node_of"),
-        (Ledger, "_leaf"),
+        (Ledger, "leaf"),
         (Ledger, "note_gradient"),
         (Memory, "read"),
         (Memory, "write"),

@@ -183,10 +183,7 @@ class Ledger:
         self.inherited = 0
         self.unseen: dict[str, int] = {}
         self._examiner = Examiner(weakly(self.miss))
-        self.memory = Memory(
-            weakly(self._leaf), weakly(self._merged), weakly(self.state_of), self.by_object,
-            weakly(self.land), weakly(self._node_without_storage),
-        )  # fmt: skip
+        self.memory = Memory(self, self.by_object)
         self.flights: list[Flight] = []  # what other processes write, until somebody looks
         self.table = self.memory.table
         self.forget = self.memory.forget
@@ -217,7 +214,7 @@ class Ledger:
         try:
             entry = self.table.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
-            return self._node_without_storage(tensor)
+            return self.node_without_storage(tensor)
         if entry is None:
             return self.first_sight(tensor)
         if entry.views is None:
@@ -231,7 +228,7 @@ class Ledger:
                 pass
         return self.memory.read(entry, tensor)
 
-    def _node_without_storage(self, tensor: Tensor) -> Record:
+    def node_without_storage(self, tensor: Tensor) -> Record:
         """Sparse, functorch-wrapped and opaque tensors."""
         held = anchor(tensor)
         if held is not None:
@@ -239,7 +236,7 @@ class Ledger:
         found = self.loose.get(id(tensor))
         if found is not None and found[0]() is tensor:
             return found[1]
-        record = self._leaf(tensor)
+        record = self.leaf(tensor)
         self.loose[id(tensor)] = (WeakIdRef(tensor), record)
         return record
 
@@ -264,7 +261,7 @@ class Ledger:
 
     def leaf_unseen(self, tensor: Tensor) -> Record:
         """The leaf of a bad tensor that was made good, as far as was seen."""
-        leaf = self._leaf(tensor)
+        leaf = self.leaf(tensor)
         if leaf.extra is not None:
             leaf.extra.mask = False  # it was no mask when it was seen
             leaf.extra.name = leaf.extra.name or "tensor that was written where the tracer did not look"
@@ -324,7 +321,7 @@ class Ledger:
             bits |= parent.bits
         return bits
 
-    def _leaf(self, tensor: Tensor) -> Record:
+    def leaf(self, tensor: Tensor) -> Record:
         dtype = tensor.dtype
         bits = LEAF | GRADIENT if self.gradients and self._is_gradient(tensor) else LEAF
         device = CPU if tensor.is_cpu else tensor.device
@@ -415,7 +412,7 @@ class Ledger:
         elif code is not None:
             leaf.extra.name = f"tensor made at {short(source.location_of(code, instruction))}"
 
-    def _merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
+    def merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
         mark_consumed(parts)
         bits = 0
         for part in parts:

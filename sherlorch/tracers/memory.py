@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -170,31 +170,35 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+class Owner(Protocol):
+    """Who makes the records of a memory."""
+
+    def leaf(self, tensor: Tensor) -> Record:
+        """Of memory never seen before."""
+
+    def merged(self, tensor: Tensor, parts: Sequence[Record]) -> Record:
+        """Of a region that several nodes wrote."""
+
+    def state_of(self, held: Tensor | None) -> int:
+        """A look that makes none."""
+
+    def node_without_storage(self, tensor: Tensor) -> Record:
+        """Of a tensor that is no region of its storage."""
+
+    def land(self, entry: Entry) -> None:
+        """Look at what has arrived on a storage."""
+
+
 class Memory:
     """The table of storages.
 
-    `leaf` makes the record of memory never seen before, `merge` that of a region which several nodes wrote,
-    and `state` looks without making one.
-    `by_object`: the
-    tensors seen are the user's own objects, so that two with one geometry can be told apart.
+    `by_object`: the tensors seen are the user's own objects, so that two with one geometry can be told apart.
     """
 
-    def __init__(
-        self,
-        leaf: Callable[[Tensor], Record],
-        merge: Callable[[Tensor, Sequence[Record]], Record],
-        state: Callable[[Tensor], int],
-        by_object: bool = False,
-        land: Callable[[Entry], None] = lambda entry: None,
-        loose: Callable[[Tensor], Record] | None = None,
-    ) -> None:
+    def __init__(self, owner: Owner, by_object: bool = False) -> None:
         self.table: dict[int, Entry] = {}
         self.by_object = by_object
-        self._leaf = leaf
-        self._merge = merge
-        self._state = state
-        self._loose = loose or leaf  # the record of a tensor that is no region of its storage
-        self.land = land  # looks at what has arrived on a storage
+        self._reference = weakref.ref(owner)
         table = self.table
 
         def forget(entry: Entry) -> None:
@@ -202,6 +206,12 @@ class Memory:
                 del table[entry.key]
 
         self.forget = forget
+
+    @property
+    def _owner(self) -> Owner:
+        owner = self._reference()
+        assert owner is not None, "the owner of this memory is gone"
+        return owner
 
     def __del__(self) -> None:
         # Entries of storages that live on lead back to the table by what they call when those die.
@@ -228,10 +238,10 @@ class Memory:
         region."""
         if tensor.is_nested:
             if not tensor.is_contiguous():
-                return self._loose(tensor)
+                return self._owner.node_without_storage(tensor)
             tensor = values_of_nested(tensor)
         storage = tensor.untyped_storage()
-        record = self._leaf(tensor)
+        record = self._owner.leaf(tensor)
         entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
@@ -248,10 +258,10 @@ class Memory:
         """The node of `tensor` on a known storage."""
         if tensor.is_nested:
             if not tensor.is_contiguous():
-                return self._loose(tensor)
+                return self._owner.node_without_storage(tensor)
             tensor = values_of_nested(tensor)
         if entry.more is not None and entry.more.flights:
-            self.land(entry)
+            self._owner.land(entry)
         if entry.views is None:
             node = entry.node
             assert node is not None
@@ -407,14 +417,14 @@ class Memory:
         if known is None and (entry.node is not None or more.writes):
             known = views[key] = self._assemble(entry, key, tensor)
         more = entry.more = entry.more or more
-        state = self._state(tensor)
+        state = self._owner.state_of(tensor)
         if known is not None and not state & PENDING and known.state == state:
             more.trusted.add(key)
             return known
         if known is not None and state and not state & ~known.state:
-            fresh = self._merge(tensor, [known])  # some of what was bad is
+            fresh = self._owner.merged(tensor, [known])  # some of what was bad is
         else:
-            fresh = self._leaf(tensor)
+            fresh = self._owner.leaf(tensor)
             if known is not None and state & PENDING:
                 fresh.parents = (known,)  # `Ledger.resolve` will compare the two
         self.write(tensor, fresh)
@@ -427,7 +437,7 @@ class Memory:
         wanted = [pair for pair in written if may_overlap(pair[0], key)]
         base = entry.node
         if base is None and not wanted:
-            record = self._leaf(tensor)
+            record = self._owner.leaf(tensor)
             more = entry.more = more or More()
             more.writes[key] = record
             return record
@@ -444,7 +454,7 @@ class Memory:
                         elif more is not None:
                             more.writes = {key: base, **more.writes}
                     parts.append(base)
-        record = self._merge(tensor, parts)
+        record = self._owner.merged(tensor, parts)
         if whole and (not record.bits & (NONFINITE | PENDING) or len(written) > _MANY_VIEWS):
             # It stands for everything written so far: later reads need not look behind it. What is bad or may
             # be is better known by its parts, since some of them may be overwritten.
@@ -456,9 +466,9 @@ class Memory:
     def _leaf_of(self, tensor: Tensor, key: Geometry, rest: Tensor | None) -> Record:
         """First sight of some cells of `tensor`, other tensors having been seen on the others."""
         if rest is None:
-            return self._leaf(tensor)
+            return self._owner.leaf(tensor)
         cells = _cells(rest, key).any(-1).to(tensor.device)
-        return self._leaf(torch.where(cells, tensor, torch.zeros_like(tensor)))
+        return self._owner.leaf(torch.where(cells, tensor, torch.zeros_like(tensor)))
 
 
 def _visible(
