@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from sherlorch import errors
 from sherlorch.checks import Site, SiteFacts
 from sherlorch.checks.site import LEAF_FACTS, Input, named_values
+from sherlorch.compat import STACKS_BEGIN_INSIDE
 from sherlorch.graph import OpFacts
 from sherlorch.health import FLOATING
 from sherlorch.ops import Law, law_of_call
@@ -157,7 +158,7 @@ def facts_of(plan: OpFacts, law: Law | None, root: str) -> SiteFacts:
 def location_of(node: fx.Node) -> str | None:
     """``path/file.py:19``: the innermost line that is neither torch's nor sherlorch's."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    for path, line in reversed(frames):
+    for path, line in frames if STACKS_BEGIN_INSIDE else reversed(frames):
         if path in _USERS or not path.startswith((*_INTERNAL, "<eval_with_key>", "<frozen")):
             return f"{path}:{line}"
     return None
@@ -168,7 +169,9 @@ def module_of(node: fx.Node, name: str) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return name if stack is not None else None
-    entry = list(stack.values())[-1]
+    key, entry = list(stack.items())[-1]
+    if isinstance(entry, type):  # torch 2.0
+        entry = key
     return plain_path(entry[0] if isinstance(entry, (list, tuple)) else str(entry), name)
 
 

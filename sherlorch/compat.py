@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
 
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 
@@ -17,8 +18,60 @@ _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 CAN_MARK = hasattr(_frames, "set_code_exec_strategy")
 
 
+# Does torch tell the numbers of autograd nodes (torch >= 2.1)?
+NUMBERS_NODES = hasattr(torch._C._autograd, "_get_sequence_nr")
+
 # Number of the next autograd node. Torch 2.0 does not tell it: backward kernels have no line there.
 get_sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+
+# Are the frames of an fx node told from the innermost one on? So it was in torch 2.0.
+STACKS_BEGIN_INSIDE = not NUMBERS_NODES
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# `tensor.nbytes`, which came with torch 2.1.
+bytes_of: Callable[[torch.Tensor], int] = getattr(getattr(torch.Tensor, "nbytes", None), "__get__", _nbytes)
+
+
+_Enabled: Any = torch._C._EnableTorchFunction
+
+
+class _EnabledWhileHeld:
+    """The same as a context for torch 2.0, where the object works for as long as it lives."""
+
+    __slots__ = ("_held",)
+
+    def __enter__(self) -> None:
+        self._held = _Enabled()
+
+    def __exit__(self, *exc: Any) -> None:
+        del self._held
+
+
+# Inside, function modes see calls again that were kept from them.
+enable_torch_function: Any = _Enabled if hasattr(_Enabled, "__enter__") else _EnabledWhileHeld
+
+
+def _sees_assignments() -> bool:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor, value = torch.zeros(1), torch.ones(())
+    with Mode():
+        tensor[0] = value
+    return bool(seen)
+
+
+# Does a function mode see `x[i] = ...`? Not in torch 2.0.
+SEES_ASSIGNMENTS = _sees_assignments()
 
 
 def never_compile(function: Any) -> None:

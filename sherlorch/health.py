@@ -98,8 +98,9 @@ def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
     """Least and greatest value, NaN if there is one."""
     try:
         low, high = _aminmax(values)
-    except RuntimeError:  # half precision on the CPU before torch 2.2
-        low, high = _aminmax(values.float())
+    except RuntimeError:  # half precision on the CPU before torch 2.2, forward-mode derivatives in torch 2.0
+        wide = values.float() if values.element_size() < 4 else values
+        low, high = wide.amin(), wide.amax()
     return low, high
 
 

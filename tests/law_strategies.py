@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FLOATING = (*REAL, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = tuple(getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name))
+FLOATING = (*REAL, torch.complex64, torch.complex128, *FLOAT8)  # float8 since torch 2.1
 
 FINITE = ("0", "-0", "subnormal", "-subnormal", "max", "-max", "max/2", "1", "-1", "-2.5", "0.3", "3")
 NONFINITE = ("nan", "inf", "-inf")
@@ -46,7 +47,7 @@ class Maker:
         count = math.prod(shape)
         real = torch.tensor((values * count)[:count], dtype=torch.float64).reshape(shape)
         if self.dtype.is_complex:
-            part = self.dtype.to_real()
+            part = torch.empty(0, dtype=self.dtype).real.dtype
             return torch.complex(real.to(part), real.flip(tuple(range(real.dim()))).to(part))
         return real.to(self.dtype)
 

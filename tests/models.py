@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from needs import has_torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,6 +58,8 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _adamw(model: nn.Module, **options: bool) -> torch.optim.Optimizer:
+    if not has_torch("2.4"):
+        options.pop("fused", None)  # which is for CUDA alone
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
@@ -121,7 +124,8 @@ def t5() -> Program:
         decoder_start_token_id=0,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config).train()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    factored = getattr(torch.optim, "Adafactor", torch.optim.Adamax)  # torch 2.5
+    optimizer = factored(model.parameters(), lr=1e-2)
     return Program(model, {"input_ids": _tokens(2, 7), "labels": _tokens(2, 5)}, _loss, optimizer)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import has_torch, skip_unseen_assignments
 
 import sherlorch
 
@@ -116,6 +117,7 @@ def test_case(path, level):
     expect = case.EXPECT
     if level == "function" and expect["phase"] == "backward":
         pytest.skip("the function level does not see the backward pass")
+    _skip_for_old_torch(path.stem[:3], level)
     with sherlorch.trace(level=level) as tracker:
         results = case.run()
     if expect["phase"] == "none":
@@ -127,9 +129,23 @@ def test_case(path, level):
     report = diagnose_first(tracker, results)
     assert not report.ok
     culprit = report.culprits[0]
+    if culprit.phase == "backward" and not has_torch("2.1"):  # which does not tell the forward op
+        assert (culprit.location, culprit.forward) == (None, None)
+        return
     assert int(culprit.location.rpartition(":")[2]) in marked_lines(path), str(report)
     assert any(fits(culprit, answer) for answer in [expect, *expect.get("also", [])]), str(report)
     assert not tracker.diagnose().coverage.unseen
+
+
+def _skip_for_old_torch(case, level):
+    if case == "031":
+        skip_unseen_assignments(level)
+    if case == "082" and not has_torch("2.6"):
+        pytest.skip("compiled functions run eagerly under a trace: torch 2.6")
+    if case == "071" and not has_torch("2.4"):
+        pytest.skip("memory that was never written is filled with NaN: torch 2.4")
+    if case == "006" and level == "why" and not has_torch("2.1"):
+        pytest.skip("backward kernels know their forward op: torch 2.1")
 
 
 def _is_gradient(tensor, tracker):
@@ -143,6 +159,7 @@ def _is_gradient(tensor, tracker):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem[:3] in REASONS], ids=lambda path: path.stem)
 def test_reason_is_the_mechanism(path):
+    _skip_for_old_torch(path.stem[:3], "why")
     case = load(path)
     with sherlorch.trace(level="aten") as tracker:
         results = case.run()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from needs import needs_forward_lines
 from torch import Tensor, nn
 
 import sherlorch
@@ -436,6 +437,7 @@ def test_a_mask_and_a_fault_in_one_tensor(level: str) -> None:
     assert names(report)[0] == "sqrt"
 
 
+@needs_forward_lines
 def test_a_mask_and_a_fault_in_one_gradient() -> None:
     with sherlorch.trace(level="aten") as tracker:
         x = torch.tensor([[1.0, 2.0], [0.0, 4.0]], requires_grad=True)
@@ -446,6 +448,7 @@ def test_a_mask_and_a_fault_in_one_gradient() -> None:
     assert report.culprits[0].phase == "backward"
 
 
+@needs_forward_lines
 @LEVELS
 def test_the_culprit_of_a_gradient_is_the_backward_of_an_op(level: str) -> None:
     with sherlorch.trace(level=level) as tracker:

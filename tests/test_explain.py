@@ -8,12 +8,14 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 import torch.nn.functional as F
+from needs import has_torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from sherlorch import health
 from sherlorch.capture import capture, plain_name
+from sherlorch.compat import get_sequence_nr
 from sherlorch.explain import PATTERNS, Explanation, Fault, explain, register
 
 NAN, INF = math.nan, math.inf
@@ -52,17 +54,17 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         written = [argument.name for argument in func._schema.arguments if argument.alias_info]
         named = {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         before = [health.examine(leaf) for leaf in inputs]
         old = {name: named[name].clone() for name in written if isinstance(named.get(name), Tensor)}
         out = func(*args, **kwargs)
 
         base, node = func._schema.name.split("::")[1].rstrip("_"), torch._C._current_autograd_node()
         makers = [self.made.get(leaf.untyped_storage()._cdata, ("", ())) for leaf in inputs]
-        number = torch.autograd._get_sequence_nr() - 1 if node is None else node._sequence_nr()
+        number = get_sequence_nr() - 1 if node is None else node._sequence_nr()
         if node is None:
             self.forwards.setdefault(number, base)
-        for result in [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]:
+        for result in [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]:
             self.kept.append(result)
             if not written:
                 before_it = tuple(maker for maker, _ in makers)
@@ -462,6 +464,8 @@ def test_every_pattern_has_an_example() -> None:
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_pattern_explains_its_fault(name: str) -> None:
+    if name == "product_derivative" and not has_torch("2.13"):
+        pytest.skip("a NaN within the derivative of cumprod, which nobody sees: torch 2.13")
     found = {each.pattern: each for each in map(explain, EXAMPLES[name][0]())}
     assert name in found
     for text in (found[name].why, found[name].remedy):

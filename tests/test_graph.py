@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import math
@@ -87,8 +88,10 @@ def test_graphml_keeps_everything(level: str) -> None:
 def test_json_keeps_everything(level: str) -> None:
     tracker, _ = traced(level)
     graph = tracker.graph
-    text = json.dumps(json_graph.node_link_data(graph, edges="edges"), allow_nan=False)
-    again = json_graph.node_link_graph(json.loads(text), edges="edges")
+    older = "edges" not in inspect.signature(json_graph.node_link_data).parameters  # networkx 3.4
+    keys = {"link" if older else "edges": "edges"}
+    text = json.dumps(json_graph.node_link_data(graph, **keys), allow_nan=False)
+    again = json_graph.node_link_graph(json.loads(text), **keys)
     assert dict(again.nodes(data=True)) == dict(graph.nodes(data=True))
     assert set(again.edges) == set(graph.edges)
 

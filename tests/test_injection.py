@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from models import PROGRAMS, Program, make_program
+from needs import has_torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 import sherlorch
 from sherlorch import DiagnosisReport, OpNode, ProvenanceTracker
@@ -173,7 +174,7 @@ def _made_by_function(func: Any, args: Any, kwargs: Any, out: Any) -> Iterator[T
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
 def _memory_of(values: Any) -> set[int]:
@@ -360,6 +361,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_the_first_culprit_is_the_corrupted_call(name: str, level: str) -> None:
+    if level == "aten" and not has_torch("2.1"):
+        pytest.skip("a mode further in changes how often `detach` is dispatched: torch 2.1")
     count = INJECTIONS if level == "aten" else INJECTIONS // 2
     wrong = [problem for problem in trials(name, level, count, random.Random(SEED)) if problem]
     assert not wrong, "\n".join(wrong)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from models import PROGRAMS, Program, make_program
+from needs import needs_one_detach
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sherlorch
 from sherlorch import ProvenanceTracker
+from sherlorch.compat import get_sequence_nr
 
 LEVELS = ["aten", "function"]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,7 +56,7 @@ def bits(tensor: Tensor) -> bytes:
 def outcome(program: Program, tracker: ProvenanceTracker | None, steps: int = 2) -> dict[str, Any]:
     """Everything that a few steps leave behind, to the bit."""
     left: dict[str, Any] = {}
-    start = torch.autograd._get_sequence_nr()
+    start = get_sequence_nr()
     for number in range(steps):
         if tracker is None:
             loss = program.step()
@@ -64,7 +66,7 @@ def outcome(program: Program, tracker: ProvenanceTracker | None, steps: int = 2)
                 tracker.diagnose()
         left[f"loss {number}"] = bits(loss)
     left["random numbers"] = bits(torch.get_rng_state())
-    left["autograd nodes made"] = torch.autograd._get_sequence_nr() - start
+    left["autograd nodes made"] = get_sequence_nr() - start
     for name, tensor in program.tensors():
         left[name] = bits(tensor)
         if tracker is None or tracker.level == "function":  # any dispatch mode changes how these are counted
@@ -137,6 +139,7 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_one_detach
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "poisoned"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -195,6 +198,7 @@ def _little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@needs_one_detach
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "poisoned"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -317,6 +321,7 @@ def summaries(tracker: ProvenanceTracker) -> list[tuple[Any, ...]]:
     ]
 
 
+@needs_one_detach
 @pytest.mark.parametrize("outer", LEVELS)
 @pytest.mark.parametrize("inner", LEVELS)
 @pytest.mark.parametrize("name", ["gpt2", "in_place", "checkpointed"])

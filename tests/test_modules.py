@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_forward_lines, needs_torch
 from torch import Tensor, nn
 
 import sherlorch
@@ -73,6 +74,7 @@ def test_the_innermost_module_has_the_word() -> None:
     ]  # fmt: skip
 
 
+@needs_torch("2.1", "forward hooks that are called on exceptions too")
 def test_an_exception_that_is_caught_leaves_no_module_running() -> None:
     assert names_seen(Forgiving(), torch.ones(1))[-1] is None
     with sherlorch.trace() as tracker:
@@ -187,6 +189,7 @@ def test_two_models_keep_their_names_apart() -> None:
     assert "generator" in {node.module_path for node in tracker.nodes}
 
 
+@needs_forward_lines
 @LEVELS
 def test_backward_nodes_belong_to_the_module_of_their_forward_op(level: str) -> None:
     model = Model()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs_forward_lines
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -64,6 +65,7 @@ def kinds(notebook: Any) -> list[str]:
     ]
 
 
+@needs_forward_lines
 def test_it_runs_and_gives_what_it_shows() -> None:
     before, after = read(), executed(read())
     text = printed(after)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_forward_lines
 from torch import Tensor, nn
 
 import sherlorch
@@ -90,6 +91,7 @@ def test_a_forward_fault_is_named(way: str) -> None:
         assert culprit.location == line_of("forward")
 
 
+@needs_forward_lines
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_fault_is_named_by_its_forward_node(way: str) -> None:
     torch.manual_seed(0)
@@ -152,6 +154,7 @@ def test_a_bad_parameter_is_called_by_its_name() -> None:
         assert (culprit.name, culprit.origin) == ("parameter model.gate.project.bias", "outside")
 
 
+@needs_forward_lines
 def test_a_gradient_that_comes_in_bad_is_not_the_models_fault() -> None:
     checked = sherlorch.instrument(nn.Linear(4, 4))
     (checked(X) * torch.nan).sum().backward()
@@ -167,6 +170,7 @@ def test_reset_forgets() -> None:
     assert str(checked.checks.diagnose()).startswith("No non-finite")
 
 
+@needs_forward_lines
 def test_the_first_fault_wins_over_its_consequences() -> None:
     model = Backward()
     checked = sherlorch.instrument(model)

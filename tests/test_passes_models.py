@@ -1,5 +1,7 @@
 """Ten models of transformers, tiny and random: checks change nothing, and a planted fault is named."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from pathlib import Path

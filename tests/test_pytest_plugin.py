@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from needs import needs_forward_lines
 
 import sherlorch.pytest_plugin  # noqa: F401  (here: a run within this process forgets what it imports)
 
@@ -79,6 +80,7 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "no:xdist", "--strict-markers", "-rf", "-q", *options)
 
 
+@needs_forward_lines
 def test_each_test_with_a_fault_fails_with_the_report(pytester: pytest.Pytester) -> None:
     result = run(pytester, "--sherlorch")
     result.assert_outcomes(passed=6, failed=5)

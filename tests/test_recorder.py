@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import has_torch, needs_one_detach
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,7 +181,8 @@ def test_odd_tensors_are_followed(program: Callable[[], Tensor], level: str, def
     (name,) = (culprit.op_name for culprit in report.culprits)
     assert name in ("log", "log_", "aten.log.default", "aten.log_.default")
     assert report.culprits[0].origin == "introduced"
-    assert report.culprits[0].location.startswith(__file__)
+    if program is not compiled or has_torch("2.6"):  # before, compiled functions are not kept eager
+        assert report.culprits[0].location.startswith(__file__)
     assert report.coverage.unseen == {}
 
 
@@ -396,6 +398,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_one_detach
 @WAYS
 @pytest.mark.parametrize("fast", [True, False])
 def test_scans_are_hidden_from_modes_further_out(level: str, defer: bool, fast: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_eager_compiled, needs_forward_lines
 
 from sherlorch import cli
 
@@ -198,6 +199,7 @@ def test_report_goes_on_and_tells_at_the_end(
     assert "train.py:6" in out
 
 
+@needs_forward_lines
 def test_a_fault_in_the_backward_pass_stops_there(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     script = write("""
         import torch
@@ -257,6 +259,7 @@ def test_modules_have_names_and_can_be_saved_whole(write: Write, capsys: pytest.
     assert Path(f"{script}.pt").exists()
 
 
+@needs_eager_compiled
 @pytest.mark.parametrize("level", ["aten", "function"])
 def test_a_compiled_module_is_no_trouble(level: str, write: Write) -> None:
     script = write("""

@@ -679,6 +679,7 @@ def heard(run: Callable[[], Any], mode: type, level: str = "", order: str = "") 
     return listening.calls
 
 
+@needs_one_detach
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("mode", [ListeningToFunctions, ListeningToKernels])
 @pytest.mark.parametrize("run", PROGRAMS)

@@ -16,6 +16,7 @@ from sherlorch.capture import capture
 from sherlorch.checks.records import Builder
 from sherlorch.checks.runs import Gradient, Run, build, worth_keeping
 from sherlorch.checks.site import Site, shown
+from sherlorch.compat import NUMBERS_NODES
 from sherlorch.evidence import Evidence
 from sherlorch.graph import Extra
 from sherlorch.health import NAN
@@ -47,7 +48,8 @@ class Checks(nn.Module):
     def __init__(self, sites: Sequence[Site], backward: bool = True) -> None:
         super().__init__()
         self.sites = list(sites)
-        self.backward = backward
+        self.backward = backward and NUMBERS_NODES
+        self._notes = ("gradients not checked before torch 2.1",) if backward and not NUMBERS_NODES else ()
         self.register_buffer("flags", torch.zeros(len(self.sites)), persistent=False)
         self._run = Run()
         self._runs: list[Run] = []
@@ -63,7 +65,7 @@ class Checks(nn.Module):
     def diagnose(self) -> DiagnosisReport:
         """On the earliest fault since the last `reset` that was not absorbed."""
         checked = sum(site.checked for site in self.sites)
-        coverage = Coverage(len(self.sites), checked, len(self.sites) - checked)
+        coverage = Coverage(len(self.sites), checked, len(self.sites) - checked, notes=self._notes)
         if self._runs or not self.flags.any():
             return build(self.sites, self._runs).report(coverage)
         coverage.notes = ("ran inside compiled code: gradients not seen",)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-_HOMES = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
+# None where `TensorBase` has another name yet: torch 2.0 dispatches some of its bindings twice (`detach`).
+_BASE = getattr(torch._C, "TensorBase", None)
+_HOMES = () if _BASE is None else (torch._C._VariableFunctions, _BASE, torch._C._nn)
 
 # Overloads that their binding resolves to whenever it is given the arguments of one of their calls.
 _RESOLVED = frozenset(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sherlorch import health
-from sherlorch.compat import eagerly, never_compile
+from sherlorch.compat import eagerly, enable_torch_function, never_compile
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
@@ -49,7 +49,7 @@ class FunctionTracer(TorchFunctionMode):
         self._ledger.begin_scan = health.begin_scan_unseen if nested else _begin_scan
         self._ledger.total = _unknown if nested else _total
         self._alone = not nested
-        self.recorder = _Unseen(self._ledger) if nested and _enable is not None else self._ledger
+        self.recorder = _Unseen(self._ledger) if nested else self._ledger
         self._eager.append(eagerly())
         self._eager[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -152,11 +152,8 @@ class _Unseen:
 
 
 def _seen(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _enable():
+    with enable_torch_function():
         return func(*args, **kwargs)
-
-
-_enable: Any = getattr(torch._C, "_EnableTorchFunction", None)
 
 
 def _begin_scan(tensor: Tensor, mask: bool) -> tuple[Tensor, ...] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from sherlorch import health, source
-from sherlorch.compat import get_sequence_nr
+from sherlorch.compat import bytes_of, get_sequence_nr
 from sherlorch.diagnosis import went_wrong
 from sherlorch.graph import (
     ALIAS,
@@ -278,7 +278,7 @@ class Ledger:
             type(tensor) not in PLAIN
             or not self.usual_leaves
             or tensor.is_nested
-            or tensor.nbytes != storage.nbytes()
+            or bytes_of(tensor) != storage.nbytes()
             or not tensor.is_contiguous()
             or not tensor.is_cpu
         ):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from sherlorch import health
 from sherlorch.health import FLOATING
@@ -79,7 +79,7 @@ def _can_be_repaired(value: Any) -> bool:
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return not any(
         isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested or wrapped(leaf))
-        for leaf in tree_leaves(value)
+        for leaf in tree_flatten(value)[0]
     )
 
 
