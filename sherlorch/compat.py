@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 # `tensor.nbytes`, which came with torch 2.1.
-bytes_of: Callable[[torch.Tensor], int] = getattr(getattr(torch.Tensor, "nbytes", None), "__get__", _nbytes)
+bytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes") if hasattr(torch.Tensor, "nbytes") else _nbytes
 
 
 _Enabled: Any = torch._C._EnableTorchFunction
