@@ -284,9 +284,13 @@ class Ledger:
         ):
             return self.memory.start_leaf(tensor)
         dtype = tensor.dtype
+        shape = tensor.shape
         if dtype in SUMMED:
             if unproved is None:
-                total = _sum(tensor).item() if self.direct else self.total(tensor)
+                if self.direct:
+                    total = _sum(tensor).item() if shape else tensor.item()
+                else:
+                    total = self.total(tensor)
                 if total - total != 0:
                     return self.memory.start_leaf(tensor)
         elif dtype in FLOATING:
@@ -294,7 +298,7 @@ class Ledger:
         seq = self.seq + 1
         scope = self.forward_scope
         record = finite_record(
-            (seq, seq, _LEAF, tensor.shape, dtype, CPU, LEAF, (), None, 0, scope, None, None, None)
+            (seq, seq, _LEAF, shape, dtype, CPU, LEAF, (), None, 0, scope, None, None, None)
         )
         self.seq = seq
         self.records.append(record)

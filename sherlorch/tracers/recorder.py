@@ -74,8 +74,6 @@ _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
 _SEQUENCES = frozenset({tuple, list})
-_INTEGERS = frozenset({int})
-_PLAIN_TENSORS = frozenset({Tensor})
 _TENSORS = PLAIN
 _SCALARS = frozenset(cls for cls, kind in kinds.items() if kind == SCALAR)
 _READ = OpFacts("item", "item")
@@ -133,7 +131,9 @@ class Recorder(Ledger):
                     node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif cls not in _SCALARS and not (cls in _SEQUENCES and _INTEGERS.issuperset(map(type, arg))):
+            elif cls not in _SCALARS and not (
+                cls is list and arg and type(arg[0]) is int and not self.by_object  # then they all are
+            ):
                 bits |= self.gather(arg, parents)
         proved = None
         if unproved:
@@ -185,7 +185,7 @@ class Recorder(Ledger):
             law = NO_LAW if bits & NONFINITE else law if not plan.conditional else plan.law_for(args, kwargs)
         if type(out) is Tensor:
             results: Sequence[Tensor] = (out,)
-        elif type(out) in _SEQUENCES and _PLAIN_TENSORS.issuperset(map(type, out)):
+        elif type(out) in _SEQUENCES and all(type(each) is Tensor for each in out):
             results = out
         else:
             site = Site(code, instruction, scope, link, autograd)
@@ -220,7 +220,10 @@ class Recorder(Ledger):
                 elif result is proved:
                     flags = state
                 elif dtype in SUMMED:
-                    total = _sum(result).item() if self.direct else self.total(result)
+                    if self.direct:
+                        total = _sum(result).item() if shape else result.item()
+                    else:
+                        total = self.total(result)
                     if total - total != 0:
                         site = Site(code, instruction, scope, link, autograd)
                         added = None
@@ -372,7 +375,7 @@ class Recorder(Ledger):
     def gather(self, value: Any, parents: list[Record]) -> int:
         """Append the nodes of the tensors in a list or the like; their bits joined."""
         bits = 0
-        for tensor in tensors_in(value) if type(value) is not list else value:
+        for tensor in value if type(value) in _SEQUENCES else tensors_in(value):
             kind = kinds.get(type(tensor))
             if kind == TENSOR:
                 node = self.node_of(tensor)
@@ -408,7 +411,9 @@ class Recorder(Ledger):
                     node = self.node_of(arg)
                 parents.append(node)
                 bits |= node.bits
-            elif cls not in _SCALARS and not (cls in _SEQUENCES and _INTEGERS.issuperset(map(type, arg))):
+            elif cls not in _SCALARS and not (
+                cls is list and arg and type(arg[0]) is int and not self.by_object  # then they all are
+            ):
                 bits |= self.gather(arg, parents)
         return parents, bits
 
@@ -899,7 +904,10 @@ class Recorder(Ledger):
                         and not any(region[3] is not dtype for region in entry.views)
                     )
                 if whole:
-                    total = _sum(target).item() if self.direct else self.total(target)
+                    if self.direct:
+                        total = _sum(target).item() if shape else target.item()
+                    else:
+                        total = self.total(target)
                     if total - total == 0:
                         flags = 0
                         if scope.phase == BACKWARD:
