@@ -216,7 +216,7 @@ class Ledger:
         except (NotImplementedError, RuntimeError):
             return self.node_without_storage(tensor)
         if entry is None:
-            return self.first_sight(tensor)
+            return self.first_sight(tensor) if type(tensor) in PLAIN else self.memory.start_leaf(tensor)
         if entry.views is None:
             node = entry.node
             if not node.bits & NONFINITE:  # type: ignore[union-attr]
@@ -268,15 +268,13 @@ class Ledger:
         return leaf
 
     def first_sight(self, tensor: Tensor, unproved: list[tuple[Tensor, Record]] | None = None) -> Record:
-        """The leaf of a tensor whose storage was never seen; the usual one (dense, finite, of plain memory)
-        is written out here.
+        """The leaf of a plain tensor whose storage was never seen; the usual one (dense, finite) is made here.
 
         Given a list, the leaf is taken for finite and put there unread, for `prove` to read if need be.
         """
         storage = tensor.untyped_storage()
         if (
-            type(tensor) not in PLAIN
-            or not self.usual_leaves
+            not self.usual_leaves
             or tensor.is_nested
             or bytes_of(tensor) != storage.nbytes()
             or not tensor.is_contiguous()

@@ -9,6 +9,7 @@ not).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,10 @@ class Recorder(Ledger):
         proved = None
         if unproved:
             proved = out if type(out) is Tensor else out[0]
-            if not self._is_finite(proved):
+            total = math.nan
+            if type(proved) is Tensor and proved.is_cpu and proved.numel():
+                total = _sum(proved).item() if self.direct else self.total(proved)
+            if total - total != 0:
                 bits = self.prove(unproved, parents)
                 proved = None
         if plan.blind:
@@ -291,18 +295,6 @@ class Recorder(Ledger):
                 self.links.append(record)
             else:
                 self.tie(record, sequence)
-
-    def _is_finite(self, result: Any) -> bool:
-        """Has it elements, all of them finite?"""
-        if (
-            type(result) is not Tensor
-            or not result.is_cpu
-            or result.dtype not in SUMMED
-            or not result.numel()
-        ):
-            return False
-        total = _sum(result).item() if self.direct else self.total(result)
-        return bool(total - total == 0)
 
     def add_constant(
         self,
