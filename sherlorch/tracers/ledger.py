@@ -268,7 +268,7 @@ class Ledger:
         return leaf
 
     def first_sight(self, tensor: Tensor, unproved: list[tuple[Tensor, Record]] | None = None) -> Record:
-        """The leaf of a plain tensor whose storage was never seen; the usual one (dense, finite) is made here.
+        """The leaf of a plain tensor whose storage was never seen; the usual one is dense and finite.
 
         Given a list, the leaf is taken for finite and put there unread, for `prove` to read if need be.
         """
