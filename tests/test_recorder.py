@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from needs import has_torch, needs_one_detach
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -449,3 +451,39 @@ print(tracker.diagnose(loss).culprits[0].op_name)
     assert done.returncode == 0, done.stderr
     assert "log" in done.stdout
     assert not done.stderr
+
+
+def mul(x: Tensor) -> Tensor:
+    """A function of the user's that has the name of one that carries, and absorbs."""
+    return handle_torch_function(mul, (x,), x) if has_torch_function_unary(x) else torch.nan_to_num(x)
+
+
+ABSORBING: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled away by position": lambda x: torch.addmm(0, x, torch.ones(2, 2), torch.ones(2, 2)),
+    "scaled away by keyword": lambda x: torch.addmm(x, torch.ones(2, 2), torch.ones(2, 2), beta=0),
+    "a method": lambda x: x.addmm(0, torch.ones(2, 2), torch.ones(2, 2)),
+    "a function of that name": mul,
+    "an operator of that name": lambda x: torch.ops.sherlorch_tests.mul(x),
+    "no rows": lambda x: F.linear(torch.ones(0, 2), x),
+    "relu": lambda x: torch.relu(torch.nan_to_num(x)),
+}
+
+
+@pytest.fixture(scope="module")
+def own_operator() -> Iterator[None]:
+    library = torch.library.Library("sherlorch_tests", "FRAGMENT")
+    library.define("mul(Tensor x) -> Tensor")
+    library.impl("mul", torch.nan_to_num, "CompositeExplicitAutograd")
+    yield
+    library._destroy() if hasattr(library, "_destroy") else None
+
+
+@pytest.mark.filterwarnings("ignore:This overload of addmm")
+@LEVELS
+@pytest.mark.parametrize("name", ABSORBING)
+def test_a_bad_leaf_is_known_though_the_result_is_finite(name: str, level: str, own_operator: None) -> None:
+    bad = torch.full((2, 2), torch.nan)
+    with sherlorch.trace(level=level) as tracker:
+        result = ABSORBING[name](bad)
+    assert tracker.node(result).is_finite
+    assert tracker.node(bad).has_nan

@@ -68,7 +68,7 @@ class Plan(OpFacts):
         self.unusual = False  # zeros without memory, which must not be summed; results that go by element
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
-        self.carries = base in traits.CARRIES  # a finite result proves the inputs finite
+        self.carries = False  # a finite result proves the inputs finite
         self.careful = False  # conditional or unusual
         self.special = False  # the function level must do more than record results
         self.bounded = False
@@ -158,6 +158,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.pointwise = traits.is_pointwise(func)
     plan.random = traits.is_random(func)
     plan.careful = plan.conditional or plan.unusual
+    plan.carries = base in traits.CARRIES and schema.name.startswith("aten::")
     return plan
 
 
@@ -199,6 +200,15 @@ _FUNCTION_STATS = frozenset(
 )
 
 
+# Torch's own functions of these names. Two still take a `beta` by position, which may scale an input away.
+_CARRYING = frozenset(
+    getattr(home, name)
+    for name in traits.CARRIES - {"addmm", "baddbmm"}
+    for home in (torch, torch.Tensor, torch.nn.functional)
+    if hasattr(home, name)
+)
+
+
 def plan_function(func: Any, fast: bool) -> Plan:
     """Plan of a function as the user called it; `writes` only tells that arguments may be written."""
     name = getattr(func, "__name__", None) or str(func)
@@ -236,6 +246,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         plan.has_schema = schema is not None
         plan.by_element = plan.unusual = True
     plan.careful = plan.conditional or plan.unusual
+    plan.carries = func in _CARRYING
     plan.special = plan.ignored or bool(plan.writes) or name == "backward"
     return plan
 
