@@ -87,10 +87,8 @@ class ThreadWatch:
         if repr(_counter) == self._counted and _threads() == self._earlier:
             return  # none began
         helpers = {_number_of(thread) for thread in threading.enumerate() if _is_helper(thread)}
-        started = (
-            set(range(_number_in(self._counted), _number_in(repr(_counter)))) - helpers
-        )  # those that have ended are counted too
-        self._found |= started
+        numbers = range(_number_in(self._counted), _number_in(repr(_counter)))  # of those that ended, too
+        self._found |= set(numbers) - helpers
         for thread in _unwatched():
             if thread not in self._earlier:
                 number = _number_of(thread)

@@ -809,7 +809,7 @@ def answers(program: Callable[[], object], level: str, defer: bool) -> tuple[lis
         (node.op_name, node.has_nan, node.has_inf, node.origin)
         for node in tracker.nodes
         if "empty" not in node.op_name  # holds what happens to lie there
-        and not ("_ctc_loss" in node.op_name and len(node.shape) > 1)  # so does part of its second result
+        and not ("_ctc_loss." in node.op_name and len(node.shape) > 1)  # so does part of its second result
     ]
     culprits = [
         [(c.op_name, c.origin, c.phase, c.location, c.name) for c in report.culprits] if report else None

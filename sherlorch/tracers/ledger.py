@@ -300,12 +300,7 @@ class Ledger:
         )
         self.seq = seq
         self.records.append(record)
-        entry = EarlierEntry(storage, self.forget)
-        entry.key = key = storage._cdata
-        entry.node = record
-        entry.views = None
-        entry.more = None
-        self.table[key] = entry
+        self.memory.start(tensor, record, EarlierEntry)
         if unproved is not None:
             unproved.append((tensor, record))
         return record

@@ -240,13 +240,8 @@ class Memory:
             if not tensor.is_contiguous():
                 return self._owner.node_without_storage(tensor)
             tensor = values_of_nested(tensor)
-        storage = tensor.untyped_storage()
         record = self._owner.leaf(tensor)
-        entry = self.table[storage._cdata] = EarlierEntry(storage, self.forget)
-        entry.key = storage._cdata
-        entry.node = record
-        entry.views = None
-        entry.more = None
+        entry = self.start(tensor, record, EarlierEntry)
         if not covers_storage(tensor):
             entry.node = None
             entry.views = {geometry(tensor): record}

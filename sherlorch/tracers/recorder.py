@@ -75,7 +75,6 @@ _NODES_AFTER_A_WRITTEN_VIEW = 2
 _NEAR = 4  # nodes from one call to the next, leaves included
 _NOTHING: dict[str, Any] = {}
 _SEQUENCES = frozenset({tuple, list})
-_TENSORS = PLAIN
 _SCALARS = frozenset(cls for cls, kind in kinds.items() if kind == SCALAR)
 _READ = OpFacts("item", "item")
 _strided = torch.strided
@@ -105,37 +104,10 @@ class Recorder(Ledger):
         The usual call (dense CPU tensors, finite inputs, one finite result) is written out here from end to
         end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
         """
-        table = self.table
-        parents: list[Record] = []
-        bits = 0
         unproved: list[tuple[Tensor, Record]] | None = None
         if plan.carries and (not kwargs or SCALES.isdisjoint(kwargs)):
             unproved = []
-        for arg in (*args, *kwargs.values()) if kwargs else args:
-            if (cls := type(arg)) in _TENSORS:
-                try:
-                    entry = table.get(arg.untyped_storage()._cdata)
-                    if entry is None:
-                        node = self.first_sight(arg, unproved)
-                    elif entry.views is None:
-                        node = entry.node  # type: ignore[assignment]
-                        if node.bits & NONFINITE:
-                            node = self.memory.read(entry, arg)
-                    elif entry.more is None:
-                        region = (arg.storage_offset(), arg.shape, arg.stride(), arg.dtype)
-                        node = entry.views.get(region)  # type: ignore[assignment]
-                        if node is None:
-                            node = self.memory.read(entry, arg)
-                    else:
-                        node = self.memory.read(entry, arg)
-                except (NotImplementedError, RuntimeError):  # sparse, opaque; nested ones have no shape
-                    node = self.node_of(arg)
-                parents.append(node)
-                bits |= node.bits
-            elif cls not in _SCALARS and not (
-                cls is list and arg and type(arg[0]) is int and not self.by_object  # then they all are
-            ):
-                bits |= self.gather(arg, parents)
+        parents, bits = self.inputs(args, kwargs, unproved)
         proved = None
         if unproved:
             proved = out if type(out) is Tensor else out[0]
@@ -156,15 +128,13 @@ class Recorder(Ledger):
         current = _current_autograd_node()
         if current is None and scope.phase == FORWARD:
             if self.capture_stack:
-                try:
-                    while (number := id(frame.f_code)) in _not_users:
-                        frame = frame.f_back
-                    if number not in _frame_kinds:
-                        frame = source.user_frame(frame)
+                while frame is not None and id(frame.f_code) in _not_users:
+                    frame = frame.f_back
+                if frame is not None and id(frame.f_code) not in _frame_kinds:
+                    frame = source.user_frame(frame)
+                if frame is not None:
                     code = frame.f_code
                     instruction = frame.f_lasti
-                except AttributeError:  # beyond the outermost frame
-                    pass
             if bits & GRADIENT and sequence == self.sequence and not _differentiable(out):
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
@@ -263,7 +233,7 @@ class Recorder(Ledger):
                 law
                 and inputs
                 and result is not (viewed := args[0])
-                and type(viewed) in _TENSORS
+                and type(viewed) in PLAIN
                 and (result is out or all(result is not arg for arg in args))
             ):
                 record = finite_record((
@@ -327,18 +297,9 @@ class Recorder(Ledger):
         bits |= INF | CONSTANT | GRAPH if result.requires_grad else INF | CONSTANT
         extra = Extra("", None, 0, total < 0)
         record = Record(seq, call, plan, result.shape, result.dtype, CPU, bits, parents, *site, extra)
-        storage = result.untyped_storage()
-        entry = Entry(storage, self.forget)
-        entry.key = key = storage._cdata
-        entry.node = record
-        entry.views = None
-        entry.more = None
-        self.table[key] = entry
         if self.keep_all:
             self.records.append(record)
-            if self.on_fault is None:
-                self.faults.append(record)
-                return record
+        self.memory.start(result, record)
         self.settle(plan, result, record, parents)
         return record
 
@@ -360,7 +321,7 @@ class Recorder(Ledger):
         call = self.seq + 1
         record = None
         for result in tensors_in(out):
-            record = self.add_result(plan, args, kwargs, result, tuple(parents), bits, *site, call)
+            record = self.add_result(plan, args, kwargs, result, tuple(parents), bits, *site, call) or record
         if sequence != self.sequence:
             self.tie(record, sequence)
 
@@ -377,17 +338,22 @@ class Recorder(Ledger):
                 bits |= self.gather([*tensors_in(tensor)], parents)
         return bits
 
-    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Record], int]:
-        """The nodes of every tensor argument, and their bits joined."""
+    def inputs(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        unproved: list[tuple[Tensor, Record]] | None = None,
+    ) -> tuple[list[Record], int]:
+        """The nodes of every tensor argument, and their bits joined; `unproved` as for `first_sight`."""
         table = self.table
         parents: list[Record] = []
         bits = 0
         for arg in (*args, *kwargs.values()) if kwargs else args:
-            if (cls := type(arg)) in _TENSORS:
+            if (cls := type(arg)) in PLAIN:
                 try:
                     entry = table.get(arg.untyped_storage()._cdata)
                     if entry is None:
-                        node = self.first_sight(arg)
+                        node = self.first_sight(arg, unproved)
                     elif entry.views is None:
                         node = entry.node  # type: ignore[assignment]
                         if node.bits & NONFINITE:
@@ -500,13 +466,7 @@ class Recorder(Ledger):
         if state & _UNUSUAL and out.requires_grad:
             record.bits |= GRAPH
         if entry is None:
-            entry = self.table[key] = Entry(
-                storage, self.memory.forget
-            )  # as `Memory.start`, without the call
-            entry.key = key
-            entry.node = record
-            entry.views = None
-            entry.more = None
+            self.memory.start(out, record)
         else:
             if (
                 entry.views is None
