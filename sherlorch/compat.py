@@ -100,50 +100,59 @@ class _ForcedEager:
         self._frames._stance = self._before
 
 
+NOTHING_TO_DO = nullcontext()
+
+
 def eagerly() -> AbstractContextManager[Any]:
     """Inside, compiled functions run eagerly: Dynamo would trace into a function mode instead of calling it.
 
     Nothing before torch 2.6, or while Dynamo is not loaded (loading it takes seconds).
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return NOTHING_TO_DO
     if hasattr(frames, "_stance") and hasattr(frames, "DynamoStance"):
         return _ForcedEager(frames)
     compiler: Any = getattr(torch, "compiler", None)
-    stance: Any = getattr(compiler, "set_stance", None) if frames is not None else None
-    return nullcontext() if stance is None else stance("force_eager")
+    stance: Any = getattr(compiler, "set_stance", None)
+    return NOTHING_TO_DO if stance is None else stance("force_eager")
 
 
-_STEP_HOOKS: tuple[Any, ...] = tuple(
-    getattr(optimizer, name, None) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-)
+class _Handles:
+    """Calls before and after each step of every optimizer, until `remove`."""
 
-
-class StepHooks:
-    """Calls before and after each step of every optimizer, until `remove`.
-
-    PyTorch's own handles cost five times as much.
-    """
-
-    __slots__ = ("_hooks",)
+    __slots__ = ("_handles",)
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        pairs: tuple[Any, ...] = tuple(zip(_STEP_HOOKS, (before, after)))
-        if None in _STEP_HOOKS:
-            pairs = (
-                optimizer.register_optimizer_step_pre_hook(before),
-                optimizer.register_optimizer_step_post_hook(after),
-            )
-        else:
-            for hooks, hook in pairs:
-                hooks[hook] = hook
-        self._hooks = pairs
+        self._handles = (
+            optimizer.register_optimizer_step_pre_hook(before),
+            optimizer.register_optimizer_step_post_hook(after),
+        )
 
     def remove(self) -> None:
-        for pair in self._hooks:
-            if isinstance(pair, tuple):
-                pair[0].pop(pair[1], None)
-            else:
-                pair.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+_before_steps: Any = getattr(optimizer, "_global_optimizer_pre_hooks", None)
+_after_steps: Any = getattr(optimizer, "_global_optimizer_post_hooks", None)
+
+
+class _Entries:
+    """The same without PyTorch's own handles, which cost five times as much."""
+
+    __slots__ = ()
+
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        _before_steps[self] = before
+        _after_steps[self] = after
+
+    def remove(self) -> None:
+        _before_steps.pop(self, None)
+        _after_steps.pop(self, None)
+
+
+StepHooks: Any = _Handles if _before_steps is None or _after_steps is None else _Entries
 
 
 def _object_lives_with_storage() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Threads of these packages compute nothing of the program's.
@@ -18,6 +18,13 @@ _NUMBERED = re.compile(r"Thread-(\d+)")
 
 _watched: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _watched_numbers: set[int] = set()
+
+
+class _Here(threading.local):
+    watched = False  # is this thread among them?
+
+
+_here = _Here()
 _counter: Any = getattr(getattr(threading, "_counter", None), "__self__", None)
 _alive: Any = getattr(threading, "_active", None)  # what `threading.enumerate` lists, without its lock
 
@@ -59,16 +66,18 @@ def _unwatched() -> Iterator[threading.Thread]:
 class ThreadWatch:
     """Counts the threads that started while a block was open and that no tracer watched."""
 
+    _earlier: Sequence[threading.Thread] = ()
+    _counted = ""  # how the counter of nameless threads looked
+    _open = False
+
     def __init__(self) -> None:
         self._found: set[object] = set()
-        self._earlier: list[threading.Thread] = []
-        self._counted = ""  # how the counter of nameless threads looked
-        self._open = False
 
     def begin(self) -> None:
         """The block of this thread begins."""
-        own = threading.current_thread()
-        if own not in _watched:
+        if not _here.watched:
+            _here.watched = True
+            own = threading.current_thread()
             _watched.add(own)
             number = _number_of(own)
             if number is not None:
@@ -81,7 +90,7 @@ class ThreadWatch:
         """The block ends; threads that start later are none of its business."""
         self._look()
         self._open = False
-        self._earlier = []
+        self._earlier = ()
 
     def _look(self) -> None:
         if repr(_counter) == self._counted and _threads() == self._earlier:

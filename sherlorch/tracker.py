@@ -35,6 +35,7 @@ from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
 from sherlorch.threads import ThreadWatch
 from sherlorch.tracers.dispatch import DispatchTracer
 from sherlorch.tracers.function import FunctionTracer
+from sherlorch.tracers.ledger import kind_of_leaf
 from sherlorch.tracers.recorder import Recorder
 from sherlorch.weak import weakly
 
@@ -88,6 +89,14 @@ class ProvenanceTracker:
     Raises ValueError or TypeError for an unknown value.
     """
 
+    # A trace around every step makes a tracker for each: what few of them change stands here.
+    _modules: ModuleWatch | None = None  # made by the first `watch`
+    _module: str | None = None  # that runs now
+    _hooks: StepHooks | None = None
+    _thread = 0  # of the block
+    _depth = 0  # of blocks within each other
+    _steps = 0  # of optimizers, within each other
+
     def __init__(
         self,
         level: str = "function",
@@ -105,27 +114,22 @@ class ProvenanceTracker:
             raise _unknown("on_nonfinite", on_nonfinite, _ON_NONFINITE)
         if keep not in _KEEP:
             raise _unknown("keep", keep, _KEEP)
-        for option, value in (("capture_stack", capture_stack), ("fast_shape_ops", fast_shape_ops)):
-            if value is not True and value is not False:
-                raise TypeError(f"{option} takes True or False, got {value!r}")
+        if type(capture_stack) is not bool:
+            raise _not_bool("capture_stack", capture_stack)
+        if type(fast_shape_ops) is not bool:
+            raise _not_bool("fast_shape_ops", fast_shape_ops)
         self.level = level
         self.on_nonfinite = on_nonfinite
         self.keep = keep
-        self._modules = ModuleWatch(weakly(self._enter_module))
         self._threads = ThreadWatch()
-        self._module: str | None = None
         self._scopes: dict[tuple[str, str | None], Scope] = {}
         self._warned: set[str | None] = set()
-        self._steps = 0
-        self._depth = 0
-        self._hooks: list[Any] = []
         self._fast = fast_shape_ops
         self._recorder = Recorder(
             capture_stack=capture_stack,
             check_dtypes=None if check_dtypes is None else _check_dtypes(check_dtypes),
             keep_all=keep == "all",
             defer=_defer,
-            leaf_name=weakly(self._name_leaf),
             by_object=level == "function",
             on_fault=None if on_nonfinite == "record" else weakly(self._fault),
         )
@@ -140,8 +144,10 @@ class ProvenanceTracker:
         if self._depth == 0:
             if self._recorder.seq:
                 self._recorder.memory.distrust()
-            self._hook_optimizers()
-            self._modules.thread = get_ident()
+            self._thread = get_ident()
+            if self._modules is not None:
+                self._modules.thread = self._thread
+            self._hooks = StepHooks(self._before_step, self._after_step)
             self._threads.begin()
             self._mode.__enter__()
         self._depth += 1
@@ -159,15 +165,16 @@ class ProvenanceTracker:
         try:
             self._mode.__exit__(kind, error, traceback)
         finally:
-            self.unwatch()
+            if self._modules is not None:
+                self._modules.unwatch()
+                self._modules.thread = None
             self._threads.end()
-            self._modules.thread = None
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
-            self._steps = 0
-            self._recorder.step_line = None
-            self._set_scope()
+            if self._hooks is not None:
+                self._hooks.remove()
+            if self._steps:  # the block was left within one
+                self._steps = 0
+                self._recorder.step_line = None
+                self._set_scope()
 
     def enable(self) -> None:
         """Record again after `disable`; what was written meanwhile is read afresh."""
@@ -193,13 +200,17 @@ class ProvenanceTracker:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch() takes an nn.Module, got {type(model).__name__}: pass the model itself")
+        if self._modules is None:
+            self._modules = ModuleWatch(weakly(self._enter_module))
+            self._modules.thread = self._thread if self._depth else None
         self._modules.watch(model, name)
-        self._recorder.ask_names()
+        self._recorder.ask_names(weakly(self._name_leaf))
         return self
 
     def unwatch(self) -> None:
         """Remove the hooks of `watch`; names and tags given so far stay."""
-        self._modules.unwatch()
+        if self._modules is not None:
+            self._modules.unwatch()
 
     # Where the program is.
 
@@ -215,34 +226,27 @@ class ProvenanceTracker:
             scope = self._scopes[key] = Scope(phase, self._module)
         self._recorder.scope = scope
 
-    def _hook_optimizers(self) -> None:
-        recorder, thread = self._recorder, get_ident()
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return  # the hooks are everyone's, the modes are this thread's
+        self._steps += 1
+        self._set_scope()
+        # All kernels of torch's own optimizers have the line that called step(), unless a closure runs user
+        # code.
+        if type(optimizer).__module__.startswith("torch.") and len(args) < 2 and not kwargs:
+            user = source.user_frame(sys._getframe(1))
+            self._recorder.step_line = (user.f_code, user.f_lasti) if user is not None else None
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if get_ident() != thread:
-                return  # the hooks are everyone's, the modes are this thread's
-            self._steps += 1
-            self._set_scope()
-            # All kernels of torch's own optimizers have the line that called step(), unless a closure runs
-            # user code.
-            if type(optimizer).__module__.startswith("torch.") and len(args) < 2 and not kwargs:
-                user = source.user_frame(sys._getframe(1))
-                recorder.step_line = (user.f_code, user.f_lasti) if user is not None else None
-
-        def after(*_: Any) -> None:
-            if get_ident() != thread:
-                return
-            self._steps = max(0, self._steps - 1)
-            recorder.step_line = None
-            self._set_scope()
-
-        self._hooks = [StepHooks(before, after)]
+    def _after_step(self, *_: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        self._steps = max(0, self._steps - 1)
+        self._recorder.step_line = None
+        self._set_scope()
 
     def _name_leaf(self, tensor: Tensor) -> str:
-        found = self._modules.name_of(tensor)
-        if found is not None:
-            return f"{found[0]} {found[1]}"
-        return "parameter" if type(tensor) is nn.Parameter else ""
+        found = self._modules.name_of(tensor) if self._modules is not None else None
+        return f"{found[0]} {found[1]}" if found is not None else kind_of_leaf(tensor)
 
     # Faults as they happen.
 
@@ -364,10 +368,10 @@ class ProvenanceTracker:
         return report
 
     def _known_name(self, tensor: Tensor) -> str:
+        if self._modules is None:
+            return ""
         found = self._modules.name_of(tensor)
-        if found is not None:
-            return found[1]
-        return self._modules.gradient_name(tensor)
+        return found[1] if found is not None else self._modules.gradient_name(tensor)
 
     def _report(self, diagnosis: Diagnosis, name: str = "", notes: tuple[str, ...] = ()) -> DiagnosisReport:
         recorder = self._recorder
@@ -507,6 +511,10 @@ def _without_collector() -> Iterator[None]:
 
 def _unknown(option: str, value: Any, choices: tuple[str, ...]) -> ValueError:
     return ValueError(f"{option}={value!r} is unknown: use one of {', '.join(map(repr, choices))}")
+
+
+def _not_bool(option: str, value: Any) -> TypeError:
+    return TypeError(f"{option} takes True or False, got {value!r}")
 
 
 def _check_dtypes(value: Any) -> frozenset[torch.dtype]:

@@ -118,14 +118,9 @@ class ProgramTracker(ProvenanceTracker):
             report.target = None  # of a healthy program few nodes are kept, and none of them is asked about
         return report
 
-    def _hook_optimizers(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        super()._hook_optimizers()
-        self._hooks.append(register_optimizer_step_post_hook(self._count_step))
-
-    def _count_step(self, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         self.steps += 1
+        super()._after_step()
 
     def _fault(self, record: Record) -> None:
         try:

@@ -22,21 +22,34 @@ from sherlorch.tracers.arguments import numbers_in
 from sherlorch.tracers.plan import Plan
 from sherlorch.tracers.repair import newly_bad
 
+Miss = Callable[[OpFacts, BaseException, str], None]
 _MOST_RERUNS = 2000
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 class Examiner:
-    """Looks at faulty calls; `miss` is told what could not be looked at."""
+    """Looks at faulty calls."""
 
-    def __init__(self, miss: Callable[[OpFacts, BaseException, str], None]) -> None:
-        self._miss = miss
+    __slots__ = ("_reruns",)
+
+    def __init__(self) -> None:
         self._reruns = 0
 
     def examine(
-        self, plan: Plan, args: Any, kwargs: Any, out: Tensor, parents: Sequence[Record], state: int, old: Any
+        self,
+        plan: Plan,
+        args: Any,
+        kwargs: Any,
+        out: Tensor,
+        parents: Sequence[Record],
+        state: int,
+        old: Any,
+        miss: Miss,
     ) -> tuple[int, Extra | None]:
-        """Look closer at a non-finite result: was it meant, what went in, which elements are newly bad."""
+        """Look closer at a non-finite result: was it meant, what went in, which elements are newly bad?
+
+        `miss` is told what could not be looked at.
+        """
         inputs = 0
         for parent in parents:
             inputs |= parent.bits & NONFINITE
@@ -50,23 +63,15 @@ class Examiner:
             if is_scratch(plan, out):
                 return state | CONSTANT, Extra(negative=True)  # it may lie there as it was found
         else:
-            born = self._newly_bad(plan, args, kwargs, out, old)
+            born = self._newly_bad(plan, args, kwargs, out, old, miss)
             if born and (meant(plan, args, kwargs, born) or is_scratch(plan, out)):
                 born = 0
             propagated = inputs & NAN or not state & NAN
             if propagated and not born and not (plan.combines and self._reruns < _MOST_RERUNS):
                 return state, None  # a reduction may be where a constant does its damage
-        return state, Extra(evidence=self._evidence(plan, args, kwargs, out, old), born=born)
+        return state, Extra(evidence=_evidence(plan, args, kwargs, out, old, miss), born=born)
 
-    def _evidence(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> Evidence | None:
-        try:
-            with health.unseen(), _quiet():
-                return capture(plan.base, plan.name_arguments(args, kwargs), out, old=old or {})
-        except Exception as problem:
-            self._miss(plan, problem, "evidence of ")
-            return None
-
-    def _newly_bad(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any) -> int:
+    def _newly_bad(self, plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any, miss: Miss) -> int:
         if plan.random or plan.by_element or self._reruns >= _MOST_RERUNS:
             return 0
         self._reruns += 1
@@ -74,8 +79,17 @@ class Examiner:
             with health.unseen(), _quiet():
                 return newly_bad(plan, args, kwargs, out, old or {})
         except Exception as problem:
-            self._miss(plan, problem, "a second look at ")
+            miss(plan, problem, "a second look at ")
             return 0
+
+
+def _evidence(plan: Plan, args: Any, kwargs: Any, out: Tensor, old: Any, miss: Miss) -> Evidence | None:
+    try:
+        with health.unseen(), _quiet():
+            return capture(plan.base, plan.name_arguments(args, kwargs), out, old=old or {})
+    except Exception as problem:
+        miss(plan, problem, "evidence of ")
+        return None
 
 
 def mark_consumed(parents: Iterable[Record], differentiable: bool = False) -> None:

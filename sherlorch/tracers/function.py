@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sherlorch import health
-from sherlorch.compat import eagerly, enable_torch_function, never_compile
+from sherlorch.compat import NOTHING_TO_DO, eagerly, enable_torch_function, never_compile
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
 from sherlorch.tracers.plan import Plan, plan_function
 from sherlorch.tracers.recorder import Recorder
 
+_len_torch_function_stack = torch._C._len_torch_function_stack
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _set_grad_enabled = torch._C._set_grad_enabled
 _is_grad_enabled = torch.is_grad_enabled
@@ -40,24 +41,29 @@ class FunctionTracer(TorchFunctionMode):
         self._alone = True  # no function mode further out listens
         self._fast = fast
         self._plans = _PLANS[fast]
-        self._eager: list[AbstractContextManager[Any]] = []
+        self._eager: AbstractContextManager[Any] = NOTHING_TO_DO
 
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
-        nested = bool(torch._C._len_torch_function_stack())
-        self._ledger.scan = health.scan_unseen if nested else _scan
-        self._ledger.begin_scan = health.begin_scan_unseen if nested else _begin_scan
-        self._ledger.total = _unknown if nested else _total
-        self._alone = not nested
-        self.recorder = _Unseen(self._ledger) if nested else self._ledger
-        self._eager.append(eagerly())
-        self._eager[-1].__enter__()
+        ledger = self._ledger
+        if _len_torch_function_stack():
+            ledger.scan, ledger.begin_scan = health.scan_unseen, health.begin_scan_unseen
+            ledger.total = _unknown
+            self._alone = False
+            self.recorder = _Unseen(ledger)
+        else:
+            ledger.scan, ledger.begin_scan = _scan, _begin_scan
+            ledger.total = _total
+            self._alone = True
+            self.recorder = ledger
+        self._eager = eagerly()
+        self._eager.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._eager.pop().__exit__(*exc)
+        self._eager.__exit__(*exc)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -47,7 +47,6 @@ from sherlorch.tracers.faults import (
 )
 from sherlorch.tracers.memory import PLAIN, EarlierEntry, Entry, Flight, Memory, More, anchor, shape_of
 from sherlorch.tracers.plan import Plan
-from sherlorch.weak import weakly
 
 CPU = torch.device("cpu")
 _sum = torch.sum
@@ -84,6 +83,15 @@ class Late(NamedTuple):
 
 
 _AT_ONCE = Late()
+
+
+def kind_of_leaf(tensor: Tensor) -> str:
+    """What a leaf is called that nobody named."""
+    return "parameter" if type(tensor) is torch.nn.Parameter else ""
+
+
+def _unknown(tensor: Tensor, *_: Any) -> float:
+    return math.nan
 
 
 class Ledger:
@@ -146,7 +154,6 @@ class Ledger:
         check_dtypes: Iterable[torch.dtype] | None,
         keep_all: bool,
         defer: bool = False,
-        leaf_name: Callable[[Tensor], str] = lambda tensor: "",
         on_fault: Callable[[Record], None] | None = None,
         by_object: bool = False,
     ) -> None:
@@ -154,7 +161,7 @@ class Ledger:
         self.floating = health.FLOATING if check_dtypes is None else frozenset(check_dtypes)
         self.keep_all = keep_all
         self.defer = defer  # treat every device as an accelerator
-        self.leaf_name = leaf_name
+        self.leaf_name: Callable[[Tensor], str] = kind_of_leaf
         self.on_fault = on_fault
         self.by_object = by_object
         self.has_names = False  # are there watched modules to ask?
@@ -165,7 +172,7 @@ class Ledger:
         self.usual_leaves = self.usual and keep_all  # and no module watched, whose names leaves would bear
         self.direct = False  # may a scan run as it is, with autograd off and no mode listening?
         self.grad_off = False  # the tracer itself has turned autograd off
-        self.total: Callable[..., Any] = lambda tensor: math.nan
+        self.total: Callable[..., Any] = _unknown
         self.forward_scope = self.scope = _FORWARD_SCOPE
         self.step_line: tuple[Any, int] | None = (
             None  # the user's line of the torch optimizer step that runs now
@@ -182,7 +189,7 @@ class Ledger:
         self.seq = 0
         self.inherited = 0
         self.unseen: dict[str, int] = {}
-        self._examiner = Examiner(weakly(self.miss))
+        self._examiner = Examiner()
         self.memory = Memory(self, self.by_object)
         self.flights: list[Flight] = []  # what other processes write, until somebody looks
         self.table = self.memory.table
@@ -204,8 +211,9 @@ class Ledger:
         self.gradients: dict[int, weakref.ref[Tensor]] = {}
         self.last_backward: tuple[Plan, Record, Site] | None = None
 
-    def ask_names(self) -> None:
+    def ask_names(self, leaf_name: Callable[[Tensor], str]) -> None:
         """From now on leaves may have names: modules are watched."""
+        self.leaf_name = leaf_name
         self.has_names = True
         self.usual_leaves = False
 

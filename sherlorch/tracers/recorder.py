@@ -435,7 +435,7 @@ class Recorder(Ledger):
                 if plan.base == "as_strided" and entry is not None:
                     parents = (*parents, self.memory.read(entry, out))  # it reaches what its input does not
                 parents, bits = self._look_again(plan, parents, (args, kwargs))
-            state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
+            state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None, self.miss)
             if plan.uninitialised:
                 extra = None
         consumes = True
@@ -523,7 +523,7 @@ class Recorder(Ledger):
         if state & PENDING:
             parents, named = self._named(plan, parents, (args, kwargs))
         elif state & NONFINITE:
-            state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None)
+            state, extra = self._examiner.examine(plan, args, kwargs, out, parents, state, None, self.miss)
         self.seq += 1
         keep = self.keep_all or state & (NONFINITE | PENDING)
         record = Record(
@@ -955,7 +955,7 @@ class Recorder(Ledger):
             if not bits & NONFINITE:
                 inputs = list(numbers_in((args, kwargs))) if plan.by_element else (args, kwargs)
                 parents, bits = self._look_again(plan, parents, inputs, self.written or [target], old or {})
-            state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old)
+            state, extra = self._examiner.examine(plan, args, kwargs, target, parents, state, old, self.miss)
         named: Sequence[float] = ()
         if state & PENDING:
             parents, named = self._named(plan, parents, (args, kwargs))
