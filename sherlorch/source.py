@@ -19,6 +19,7 @@ _ENGINE_FUNCTIONS = frozenset({"_engine_run_backward", "backward", "grad"})
 # id(code) -> INTERNAL, USER or ENGINE. Codes are kept alive so that an id can never name another code.
 kinds: dict[int, int] = {}
 not_users: set[int] = set()  # the ids of those that are INTERNAL or ENGINE
+engines: set[int] = set()  # the ids of those that are ENGINE
 _alive: list[CodeType] = []
 
 
@@ -33,6 +34,8 @@ def classify(frame: FrameType) -> int:
     kinds[id(code)] = kind
     if kind != USER:
         not_users.add(id(code))
+    if kind == ENGINE:
+        engines.add(id(code))
     _alive.append(code)
     return kind
 

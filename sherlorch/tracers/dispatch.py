@@ -33,9 +33,18 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder, fast: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
-        self.enabled = True
         self._fast = fast
-        self._plans = _PLANS[fast]
+        self._plans = self._asked = _PLANS[fast]
+
+    @property
+    def enabled(self) -> bool:
+        """Are calls recorded?"""
+        return self._asked is self._plans
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        # Without plans every call is one met for the first time, so that no other has to ask.
+        self._asked = self._plans if value else {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,39 +62,39 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING,
         depth: int = 1,
     ) -> Any:  # fmt: skip
         if _function_modes_listen():  # to a kernel that torch did not call by way of them
             with torch._C.DisableTorchFunction():
                 return self.__torch_dispatch__(func, types, args, kwargs, 2)
         try:
-            plan = self._plans[id(func)]
+            plan = self._asked[id(func)]
         except KeyError:
+            if not self.enabled:
+                return func(*args, **kwargs)
             plan = self._plan(func)
         if types and any(
             hasattr(cls, "__torch_dispatch__") and cls.__torch_dispatch__ is not _DISABLED for cls in types
         ):
             if any(issubclass(cls, FakeTensor) for cls in types):
-                return func(*args, **(kwargs or _NOTHING))  # it has no values, and runs below every mode
+                return func(*args, **kwargs)  # it has no values, and runs below every mode
             return NotImplemented  # the subclass unwraps itself; the calls on what it wraps come here
-        if not self.enabled:
-            return plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         try:
             frame: Any = _getframe(depth)
         except ValueError:  # a thread of the autograd engine has no Python above
             frame = None
         if plan.writes:
             if plan.in_place and type(args[0]) in PLAIN:
-                return self.recorder.write(plan, args, kwargs or _NOTHING, frame)
-            return self.recorder.call_writing(plan, args, kwargs or _NOTHING, frame)
+                return self.recorder.write(plan, args, kwargs, frame)
+            return self.recorder.call_writing(plan, args, kwargs, frame)
         out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
         if type(out) in _NUMBERS:
             if plan.base == "_local_scalar_dense" and out - out != 0:
                 self.recorder.note_number(args[0])
             return out
         try:
-            self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
+            self.recorder.record(plan, args, kwargs, out, frame)
         except (NonFiniteError, NonFiniteWarning) as error:
             raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
         except Exception as problem:

@@ -37,11 +37,20 @@ class FunctionTracer(TorchFunctionMode):
         super().__init__()
         self._ledger = recorder
         self.recorder: Any = recorder
-        self.enabled = True
         self._alone = True  # no function mode further out listens
         self._fast = fast
-        self._plans = _PLANS[fast]
+        self._plans = self._asked = _PLANS[fast]
         self._eager: AbstractContextManager[Any] = NOTHING_TO_DO
+
+    @property
+    def enabled(self) -> bool:
+        """Are calls recorded?"""
+        return self._asked is self._plans
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        # Without plans every call is one met for the first time, so that no other has to ask.
+        self._asked = self._plans if value else {}
 
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.
@@ -66,17 +75,17 @@ class FunctionTracer(TorchFunctionMode):
         self._eager.__exit__(*exc)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING
     ) -> Any:
         try:
-            plan = self._plans[func]
+            plan = self._asked[func]
         except KeyError:
+            if not self.enabled:
+                return func(*args, **kwargs)
             plan = self._plan(func)
-        if not self.enabled:
-            return func(*args, **(kwargs or _NOTHING))
         frame = _getframe(1)
         if plan.special or (kwargs and "out" in kwargs):
-            return self._special(plan, args, kwargs or _NOTHING, frame)
+            return self._special(plan, args, kwargs, frame)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if type(out) is not Tensor:
             kind = kinds.get(type(out))
@@ -93,7 +102,7 @@ class FunctionTracer(TorchFunctionMode):
                 if grad:  # off once for all scans of this call; torch.no_grad() costs a microsecond
                     _set_grad_enabled(False)
                     ledger.grad_off = True
-            self.recorder.record(plan, args, kwargs or _NOTHING, out, frame)
+            self.recorder.record(plan, args, kwargs, out, frame)
         except (NonFiniteError, NonFiniteWarning) as error:
             raise error.with_traceback(None)  # noqa: B904 - the user's frame comes next
         except Exception as problem:

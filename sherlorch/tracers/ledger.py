@@ -45,7 +45,7 @@ from sherlorch.tracers.faults import (
     mark_consumed,
     place_leaves,
 )
-from sherlorch.tracers.memory import PLAIN, EarlierEntry, Entry, Flight, Memory, More, anchor, shape_of
+from sherlorch.tracers.memory import PLAIN, Entry, Flight, Memory, More, anchor, shape_of
 from sherlorch.tracers.plan import Plan
 
 CPU = torch.device("cpu")
@@ -220,11 +220,14 @@ class Ledger:
     def node_of(self, tensor: Tensor) -> Record:
         """The node that any tensor is; a leaf is made on first sight."""
         try:
-            entry = self.table.get(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            entry = self.table.get(storage._cdata)
         except (NotImplementedError, RuntimeError):
             return self.node_without_storage(tensor)
         if entry is None:
-            return self.first_sight(tensor) if type(tensor) in PLAIN else self.memory.start_leaf(tensor)
+            return (
+                self.first_sight(tensor, storage) if type(tensor) in PLAIN else self.memory.start_leaf(tensor)
+            )
         if entry.views is None:
             node = entry.node
             if not node.bits & NONFINITE:  # type: ignore[union-attr]
@@ -275,22 +278,25 @@ class Ledger:
             leaf.extra.name = leaf.extra.name or "tensor that was written where the tracer did not look"
         return leaf
 
-    def first_sight(self, tensor: Tensor, unproved: list[tuple[Tensor, Record]] | None = None) -> Record:
+    def first_sight(
+        self, tensor: Tensor, storage: Any, unproved: list[tuple[Tensor, Record]] | None = None
+    ) -> Record:
         """The leaf of a plain tensor whose storage was never seen; the usual one is dense and finite.
 
         Given a list, the leaf is taken for finite and put there unread, for `prove` to read if need be.
         """
-        storage = tensor.untyped_storage()
         if (
             not self.usual_leaves
-            or tensor.is_nested
             or bytes_of(tensor) != storage.nbytes()
             or not tensor.is_contiguous()
             or not tensor.is_cpu
         ):
             return self.memory.start_leaf(tensor)
         dtype = tensor.dtype
-        shape = tensor.shape
+        try:
+            shape = tensor.shape
+        except RuntimeError:  # a nested one
+            return self.memory.start_leaf(tensor)
         if dtype in SUMMED:
             if unproved is None:
                 if self.direct:
@@ -308,7 +314,7 @@ class Ledger:
         )
         self.seq = seq
         self.records.append(record)
-        self.memory.start(tensor, record, EarlierEntry)
+        self.memory.start(storage, record).earlier = True
         if unproved is not None:
             unproved.append((tensor, record))
         return record

@@ -34,17 +34,13 @@ class Entry(StorageReference):  # type: ignore[misc]
     While `views` is None every tensor on the storage is `node` or a finite part of it.
     """
 
-    __slots__ = ("key", "more", "node", "views")
+    # `earlier` is set for a storage that the program had before a call was seen to make it: a parameter, a
+    # buffer, a batch. (No class of its own: CPython reads attributes faster where all are of one class.)
+    __slots__ = ("earlier", "key", "more", "node", "views")
     key: int
     node: Record | None
     views: dict[Geometry, Record] | None
     more: More | None
-
-
-class EarlierEntry(Entry):
-    """A storage that the program had before a call was seen to make it: a parameter, a buffer, a batch."""
-
-    __slots__ = ()
 
 
 class More:
@@ -222,15 +218,20 @@ class Memory:
         entry = self.table.get(tensor.untyped_storage()._cdata)
         return self.read(entry, tensor) if entry is not None else None
 
-    def start(self, tensor: Tensor, record: Record, kind: type[Entry] = Entry) -> Entry:
-        """`record` made the storage of `tensor`, or is the first that is known of it."""
-        storage = tensor.untyped_storage()
-        entry = kind(storage, self.forget)
+    def start(self, storage: Any, record: Record) -> Entry:
+        """`record` made a storage, or is the first that is known of it."""
+        entry = Entry(storage, self.forget)
         entry.key = storage._cdata
         entry.node = record
         entry.views = None
         entry.more = None
         self.table[entry.key] = entry
+        return entry
+
+    def start_earlier(self, storage: Any, record: Record) -> Entry:
+        """The same for a storage that the program had before."""
+        entry = self.start(storage, record)
+        entry.earlier = True
         return entry
 
     def start_leaf(self, tensor: Tensor) -> Record:
@@ -241,7 +242,7 @@ class Memory:
                 return self._owner.node_without_storage(tensor)
             tensor = values_of_nested(tensor)
         record = self._owner.leaf(tensor)
-        entry = self.start(tensor, record, EarlierEntry)
+        entry = self.start_earlier(tensor.untyped_storage(), record)
         if not covers_storage(tensor):
             entry.node = None
             entry.views = {geometry(tensor): record}
@@ -324,7 +325,7 @@ class Memory:
         """`record` wrote the memory of `tensor`: every overlapping view is another value now."""
         entry = self.table.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            entry = self.start(tensor, record, EarlierEntry)
+            entry = self.start_earlier(tensor.untyped_storage(), record)
             if covers_storage(tensor):
                 return
             entry.node = None
@@ -381,7 +382,7 @@ class Memory:
         """Who wrote what is in memory that the program had before, where any of it is bad."""
         for entry in list(self.table.values()):
             storage = entry()
-            if not isinstance(entry, EarlierEntry) or storage is None:
+            if not hasattr(entry, "earlier") or storage is None:
                 continue
             writes = entry.more.newest_first() if entry.more is not None else []
             base = [entry.node] if entry.node is not None else []

@@ -40,6 +40,7 @@ class Plan(OpFacts):
         "law",
         "lifts",
         "overwrites",
+        "plain_inputs",
         "pointwise",
         "random",
         "root",
@@ -69,6 +70,7 @@ class Plan(OpFacts):
         self.blind = traits.ignores_values(base)  # takes tensors for their shape only
         self.ignored = False  # makes no value: getters of gradients, switches
         self.carries = False  # a finite result proves the inputs finite
+        self.plain_inputs = not self.blind  # neither blind, nor do they carry
         self.careful = False  # conditional or unusual
         self.special = False  # the function level must do more than record results
         self.bounded = False
@@ -159,6 +161,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.random = traits.is_random(func)
     plan.careful = plan.conditional or plan.unusual
     plan.carries = base in traits.CARRIES and schema.name.startswith("aten::")
+    plan.plain_inputs = not (plan.blind or plan.carries)
     return plan
 
 
@@ -247,6 +250,7 @@ def plan_function(func: Any, fast: bool) -> Plan:
         plan.by_element = plan.unusual = True
     plan.careful = plan.conditional or plan.unusual
     plan.carries = func in _CARRYING
+    plan.plain_inputs = not (plan.blind or plan.carries)
     plan.special = plan.ignored or bool(plan.writes) or name == "backward"
     return plan
 

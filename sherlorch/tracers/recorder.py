@@ -42,7 +42,7 @@ from sherlorch.graph import (
 )  # fmt: skip
 from sherlorch.health import FLOATING, INF, NONFINITE, SUMMED
 from sherlorch.ops.traits import SCALES
-from sherlorch.source import ENGINE, INTERNAL, USER
+from sherlorch.source import INTERNAL, USER
 from sherlorch.tracers import collectives
 from sherlorch.tracers.arguments import (
     SCALAR,
@@ -87,6 +87,8 @@ _current_autograd_node = torch._C._current_autograd_node
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _frame_kinds = source.kinds
 _not_users = source.not_users
+_engines = source.engines
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Recorder(Ledger):
@@ -104,22 +106,25 @@ class Recorder(Ledger):
         The usual call (dense CPU tensors, finite inputs, one finite result) is written out here from end to
         end, since calls of its own are most of what Python costs. The unusual goes to `add_results`.
         """
-        unproved: list[tuple[Tensor, Record]] | None = None
-        if plan.carries and (not kwargs or SCALES.isdisjoint(kwargs)):
-            unproved = []
-        parents, bits = self.inputs(args, kwargs, unproved)
         proved = None
-        if unproved:
-            proved = out if type(out) is Tensor else out[0]
-            total = math.nan
-            if type(proved) is Tensor and proved.is_cpu and proved.numel():
-                total = _sum(proved).item() if self.direct else self.total(proved)
-            if total - total != 0:
-                bits = self.prove(unproved, parents)
-                proved = None
-        if plan.blind:
-            parents.clear()
-            bits = 0
+        if plan.plain_inputs:
+            parents, bits = self.inputs(args, kwargs)
+        elif plan.blind:
+            self.inputs(args, kwargs)  # seen, but not taken in
+            parents, bits = [], 0
+        elif kwargs and not SCALES.isdisjoint(kwargs):
+            parents, bits = self.inputs(args, kwargs)
+        else:
+            unproved: list[tuple[Tensor, Record]] = []
+            parents, bits = self.inputs(args, kwargs, unproved)
+            if unproved:
+                proved = out if type(out) is Tensor else out[0]
+                total = math.nan
+                if type(proved) is Tensor and proved.is_cpu and proved.numel():
+                    total = _sum(proved).item() if self.direct else self.total(proved)
+                if total - total != 0:
+                    bits = self.prove(unproved, parents)
+                    proved = None
 
         code = link = autograd = None
         instruction = state = 0
@@ -128,17 +133,21 @@ class Recorder(Ledger):
         current = _current_autograd_node()
         if current is None and scope.phase == FORWARD:
             if self.capture_stack:
-                while frame is not None and id(frame.f_code) in _not_users:
-                    frame = frame.f_back
-                if frame is not None and id(frame.f_code) not in _frame_kinds:
-                    frame = source.user_frame(frame)
-                if frame is not None:
+                try:
                     code = frame.f_code
+                    while id(code) in _not_users:
+                        frame = frame.f_back
+                        code = frame.f_code
+                    if id(code) not in _frame_kinds:
+                        frame = source.user_frame(frame)
+                        code = frame.f_code
                     instruction = frame.f_lasti
+                except AttributeError:  # no frame of the user's
+                    code = None
             if bits & GRADIENT and sequence == self.sequence and not _differentiable(out):
                 scope = self._optimizer  # works on gradients without recording a graph
                 state = GRADIENT
-        elif current is not None and (frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE):
+        elif current is not None and (frame is None or id(frame.f_code) in _engines):
             link = self.forward_of(current)
             scope = self._backward
             autograd = type(current)
@@ -299,7 +308,7 @@ class Recorder(Ledger):
         record = Record(seq, call, plan, result.shape, result.dtype, CPU, bits, parents, *site, extra)
         if self.keep_all:
             self.records.append(record)
-        self.memory.start(result, record)
+        self.memory.start(result.untyped_storage(), record)
         self.settle(plan, result, record, parents)
         return record
 
@@ -351,9 +360,10 @@ class Recorder(Ledger):
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if (cls := type(arg)) in PLAIN:
                 try:
-                    entry = table.get(arg.untyped_storage()._cdata)
+                    storage = arg.untyped_storage()
+                    entry = table.get(storage._cdata)
                     if entry is None:
-                        node = self.first_sight(arg, unproved)
+                        node = self.first_sight(arg, storage, unproved)
                     elif entry.views is None:
                         node = entry.node  # type: ignore[assignment]
                         if node.bits & NONFINITE:
@@ -466,7 +476,7 @@ class Recorder(Ledger):
         if state & _UNUSUAL and out.requires_grad:
             record.bits |= GRAPH
         if entry is None:
-            self.memory.start(out, record)
+            self.memory.start(storage, record)
         else:
             if (
                 entry.views is None
@@ -538,7 +548,7 @@ class Recorder(Ledger):
         elif held.untyped_storage()._cdata in self.table:
             self.memory.adopt(self.table[held.untyped_storage()._cdata], held, record)
         else:
-            self.memory.start(held, record)
+            self.memory.start(held.untyped_storage(), record)
         if state & (NONFINITE | PENDING):
             self.settle(plan, held if held is not None else out, record, parents, Late(named))
         return record
@@ -683,12 +693,12 @@ class Recorder(Ledger):
         current = _current_autograd_node()
         if current is not None:
             link = self.forward_of(current)
-            if frame is None or _frame_kinds.get(id(frame.f_code)) == ENGINE:
+            if frame is None or id(frame.f_code) in _engines:
                 return None, 0, self._backward, link, type(current)
             return self._inside_backward(frame, link, type(current))
         scope = self.scope
         if scope.phase == OPTIMIZER:
-            if self.grad_off or torch.is_grad_enabled():
+            if self.grad_off or _is_grad_enabled():
                 # A closure computes the loss again.
                 scope = self.forward_scope if scope.module is None else Scope(FORWARD, scope.module)
             elif self.step_line is not None and _frame_kinds.get(id(frame.f_code)) == INTERNAL:
@@ -723,7 +733,7 @@ class Recorder(Ledger):
         user = source.user_frame(frame, past_engine=False)
         if user is None:
             return None, 0, self._backward, link, autograd
-        if (self.grad_off or torch.is_grad_enabled()) and source.runs_checkpoint(frame):
+        if (self.grad_off or _is_grad_enabled()) and source.runs_checkpoint(frame):
             return user.f_code, user.f_lasti, Scope(RECOMPUTE, self.scope.module), None, None
         return user.f_code, user.f_lasti, Scope(BACKWARD, self._module_of(link)), link, autograd
 
@@ -802,7 +812,6 @@ class Recorder(Ledger):
         """
         target = args[0]
         old: Mapping[str, Tensor] = _NOTHING
-        version = -1
         problem: Exception | None = None
         try:
             # Inputs are looked up before the call: afterwards their memory may hold something else.
@@ -815,8 +824,7 @@ class Recorder(Ledger):
                 parents, bits = self.inputs(args, kwargs)
                 if plan.keeps_old or bits & NONFINITE:
                     old = {plan.arguments[0] if plan.arguments else "arg0": self.copy(target)}
-            if not plan.has_schema:
-                version = version_of(target)
+            version = -1 if plan.has_schema else version_of(target)
         except Exception as reason:
             problem = reason
         out = plan.call(*args, **kwargs) if kwargs else plan.call(*args)
@@ -827,11 +835,10 @@ class Recorder(Ledger):
                 return out
             scope = self.scope
             if (
-                scope.phase == OPTIMIZER
-                and self.step_line is not None
+                self.step_line is not None
                 and frame is not None
                 and _frame_kinds.get(id(frame.f_code)) == INTERNAL
-                and not torch.is_grad_enabled()
+                and not _is_grad_enabled()
                 and _current_autograd_node() is None
             ):
                 code, instruction = self.step_line  # the usual kernel of an optimizer
@@ -865,7 +872,7 @@ class Recorder(Ledger):
                         if scope.phase == BACKWARD:
                             flags = GRADIENT
                         elif bits & GRADIENT:
-                            if scope.phase == FORWARD and not torch.is_grad_enabled():
+                            if scope.phase == FORWARD and not _is_grad_enabled():
                                 scope = self._optimizer
                             if scope.phase != FORWARD and parents[0].bits & GRADIENT:
                                 flags = GRADIENT
@@ -881,7 +888,7 @@ class Recorder(Ledger):
                             self.records.append(record)
                         if not self.by_object and (
                             self.sequence != get_sequence_nr()
-                            or (torch.is_grad_enabled() and self.links and self._is_near(record))
+                            or (_is_grad_enabled() and self.links and self._is_near(record))
                         ):
                             self._tie_write(record, target)
                         return out
@@ -944,7 +951,7 @@ class Recorder(Ledger):
         if bits & NONFINITE:
             mark_consumed(parents)
         if bits & GRADIENT:
-            if scope.phase == FORWARD and not torch.is_grad_enabled():
+            if scope.phase == FORWARD and not _is_grad_enabled():
                 scope = self._optimizer
             if parents[0].bits & GRADIENT and scope.phase != FORWARD:
                 state |= GRADIENT
