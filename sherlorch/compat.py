@@ -156,8 +156,10 @@ StepHooks: Any = _Handles if _before_steps is None or _after_steps is None else 
 
 
 def _object_lives_with_storage() -> bool:
+    # Not told by a weak reference: those of torch 2.0 are not cleared when the object goes, and dangle.
     tensor = torch.empty(1)
-    return weakref.ref(tensor.untyped_storage())() is not None
+    held = tensor.untyped_storage()
+    return tensor.untyped_storage() is held
 
 
 class _CountedReference:
@@ -166,8 +168,8 @@ class _CountedReference:
     The weak count keeps the address of a dead storage from being used again; the dead are swept now and then.
     """
 
-    __slots__ = ("_callback", "_storage")
-    _living: ClassVar[list[Any]] = []
+    __slots__ = ("__weakref__", "_callback", "_storage")
+    _made: ClassVar[list[weakref.ref[_CountedReference]]] = []  # weakly: who forgets its references frees them
     _sweep_at: ClassVar[int] = 1024
 
     def __init__(self, storage: Any, callback: Callable[[Any], None]) -> None:
@@ -175,8 +177,8 @@ class _CountedReference:
 
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._callback = callback
-        self._living.append(self)
-        if len(self._living) >= _CountedReference._sweep_at:
+        self._made.append(weakref.ref(self))
+        if len(self._made) >= _CountedReference._sweep_at:
             self._sweep()
 
     def __call__(self) -> Any:
@@ -184,11 +186,17 @@ class _CountedReference:
 
     @classmethod
     def _sweep(cls) -> None:
-        dead = [reference for reference in cls._living if reference._storage.expired()]
-        cls._living[:] = [reference for reference in cls._living if not reference._storage.expired()]
-        _CountedReference._sweep_at = max(1024, 2 * len(cls._living))
-        for reference in dead:
-            reference._callback(reference)
+        made = cls._made.copy()
+        del cls._made[: len(made)]  # what another thread adds meanwhile stays
+        for known in made:
+            reference = known()
+            if reference is None:
+                continue
+            if reference._storage.expired():
+                reference._callback(reference)
+            else:
+                cls._made.append(known)
+        _CountedReference._sweep_at = max(1024, 2 * len(cls._made))
 
 
 # A weak reference to a storage that calls back when the storage is gone.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from needs import has_torch, needs_one_detach
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -356,11 +357,11 @@ def test_no_tensor_is_kept_alive(level: str, defer: bool) -> None:
         z = y.view(10, 100).t()
         z.sum().backward()
         gone = [weakref.ref(tensor) for tensor in (x, y, z, x.grad)]
-        storages = [weakref.ref(tensor.untyped_storage()) for tensor in (x, y)]
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y)]
         del x, y, z
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
-    assert [reference() for reference in storages] == [None] * 2
+    assert [storage.expired() for storage in storages] == [True] * 2
     assert not tracker.diagnose().ok
 
 
