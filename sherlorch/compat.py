@@ -57,7 +57,7 @@ class _EnabledWhileHeld:
 enable_torch_function: Any = _Enabled if hasattr(_Enabled, "__enter__") else _EnabledWhileHeld
 
 
-def _sees_assignments() -> bool:
+def _sees_parts() -> bool:
     seen = []
 
     class Mode(TorchFunctionMode):
@@ -71,8 +71,8 @@ def _sees_assignments() -> bool:
     return bool(seen)
 
 
-# Does a function mode see `x[i] = ...`? Not in torch 2.0.
-SEES_ASSIGNMENTS = _sees_assignments()
+# Does a function mode see `x[i]` and `x[i] = ...`? Torch 2.0 shows few of them.
+SEES_PARTS = _sees_parts()
 
 
 def never_compile(function: Any) -> None:
@@ -169,7 +169,8 @@ class _CountedReference:
     """
 
     __slots__ = ("__weakref__", "_callback", "_storage")
-    _made: ClassVar[list[weakref.ref[_CountedReference]]] = []  # weakly: who forgets its references frees them
+    # Weakly: a tracker that goes takes its references with it.
+    _made: ClassVar[list[weakref.ref[_CountedReference]]] = []
     _sweep_at: ClassVar[int] = 1024
 
     def __init__(self, storage: Any, callback: Callable[[Any], None]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sherlorch import health, source
-from sherlorch.compat import SEES_ASSIGNMENTS, StepHooks
+from sherlorch.compat import SEES_PARTS, StepHooks
 from sherlorch.diagnosis import Diagnosis, also_seen, diagnose, earliest
 from sherlorch.errors import NonFiniteError, NonFiniteWarning, UntracedTensorError
 from sherlorch.graph import (
@@ -397,8 +397,8 @@ class ProvenanceTracker:
         recorder = self._recorder
         notes: tuple[str, ...] = () if self.level == "aten" else ("backward not seen at this level",)
         notes += (*_other_processes(), *self._other_threads())
-        if self.level == "function" and not SEES_ASSIGNMENTS:
-            notes += ("`x[i] = y` not seen at this level before torch 2.1",)
+        if self.level == "function" and not SEES_PARTS:
+            notes += ("most `x[i]` and `x[i] = y` not seen at this level before torch 2.1",)
         return Coverage(
             recorder.seq, recorder.seq - recorder.inherited, recorder.inherited, dict(recorder.unseen), notes
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import PROGRAMS, Program, make_program
-from needs import needs_one_detach
+from needs import UNCOUNTED
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,6 +115,8 @@ class Dispatched(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if str(func) in UNCOUNTED:
+            return out
         for result in out if isinstance(out, (list, tuple)) else [out]:
             if isinstance(result, Tensor):
                 self.made.append((len(self.calls), weakref.ref(result)))
@@ -139,7 +141,6 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@needs_one_detach
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "poisoned"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -198,7 +199,6 @@ def _little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-@needs_one_detach
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "poisoned"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -321,7 +321,6 @@ def summaries(tracker: ProvenanceTracker) -> list[tuple[Any, ...]]:
     ]
 
 
-@needs_one_detach
 @pytest.mark.parametrize("outer", LEVELS)
 @pytest.mark.parametrize("inner", LEVELS)
 @pytest.mark.parametrize("name", ["gpt2", "in_place", "checkpointed"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from needs import skip_unseen_assignments
+from needs import skip_unseen_parts
 from torch import Tensor
 
 import sherlorch
@@ -460,7 +460,7 @@ class tracker_off:
 @bounded
 @given(steps=programs, ask_each_time=st.booleans())
 def test_every_node_tells_the_truth_after_each_step(options, steps, ask_each_time) -> None:
-    skip_unseen_assignments(options["level"])
+    skip_unseen_parts(options["level"])
     tracker = ProvenanceTracker(**options)
     program = Program(tracker, (0.0, 1.5, -2.0, INF, NAN, -INF), outside_tensors(NAN))
     done = []
@@ -519,7 +519,7 @@ quiet_programs = st.lists(
 @bounded
 @given(before=quiet_programs, fault=st.sampled_from(list(FAULTS)), chosen=numbers, after=quiet_programs)
 def test_whatever_holds_a_planted_fault_names_it(options, before, fault, chosen, after) -> None:
-    skip_unseen_assignments(options["level"])
+    skip_unseen_parts(options["level"])
     tracker = ProvenanceTracker(**options)
     program = Program(tracker, (0.0, 1.5, -2.0), outside_tensors(2.0))
     with tracker:
@@ -577,7 +577,7 @@ def test_a_part_that_was_seen_says_nothing_of_the_whole(level: str) -> None:
 
 @LEVELS
 def test_many_rows_written_one_by_one(level: str) -> None:
-    skip_unseen_assignments(level)
+    skip_unseen_parts(level)
     with sherlorch.trace(level=level) as tracker:
         x = torch.zeros(1000, 2)
         for row in range(1000):
@@ -604,7 +604,7 @@ def test_what_is_copied_onto_itself_has_its_old_origin(level: str) -> None:
 
 @LEVELS
 def test_a_copy_from_beside_does_not_keep_what_it_overwrites(level: str) -> None:
-    skip_unseen_assignments(level)
+    skip_unseen_parts(level)
     with sherlorch.trace(level=level) as tracker:
         x = torch.zeros(6)
         x[:3] = torch.log(torch.zeros(3) - 1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from needs import needs_one_detach
+from needs import UNCOUNTED, has_torch, needs, needs_float8, needs_jagged, needs_torch, skip_unseen_parts
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,8 +42,17 @@ def prototypes_do_not_warn() -> Iterator[None]:
 
 def program(run: Callable[[], Any]) -> Callable[[], Any]:
     """A program to run untraced and traced; its tensors are compared, and asked for their nodes."""
-    PROGRAMS.append(pytest.param(run, id=run.__name__))
-    return run
+    return program_that()(run)
+
+
+def program_that(*marks: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """The same for a program that an older torch cannot run."""
+
+    def add(run: Callable[[], Any]) -> Callable[[], Any]:
+        PROGRAMS.append(pytest.param(run, id=run.__name__, marks=marks))
+        return run
+
+    return add
 
 
 def truth(tensor: Tensor) -> tuple[bool, bool]:
@@ -62,6 +71,8 @@ def dense(tensor: Tensor) -> Tensor:
         return tensor.to_dense()
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
         return tensor.to_local()
+    if tensor.is_complex():  # which have no `nan_to_num` in torch 2.0
+        return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
 
 
@@ -110,10 +121,8 @@ def leaf(values: Tensor = BAD) -> Tensor:
 # Kinds of tensors.
 
 
-@program
+@program_that(needs_float8)
 def float8() -> Any:
-    if not hasattr(torch, "float8_e4m3fn"):
-        return ()
     big = BAD * 1e4
     narrow, wide = big.to(torch.float8_e4m3fn), (1 / BAD).to(torch.float8_e5m2)
     nan = (BAD / BAD).to(torch.float8_e4m3fn)
@@ -186,13 +195,13 @@ def nested_strided() -> Any:
     return n, n * 2, n.to_padded_tensor(0.0), n.to_padded_tensor(1.0) - 1
 
 
-@program
+@program_that(needs_jagged)
 def nested_jagged() -> Any:
     n = torch.nested.nested_tensor([1 / BAD, torch.ones(1, 3)], layout=torch.jagged)
     return n, n * 2, n.values(), n.sin(), F.layer_norm(n, (3,)), n.unbind()[1]
 
 
-@program
+@program_that(needs_jagged)
 def nested_jagged_with_gradient() -> Any:
     x = leaf()
     n = torch.nested.as_nested_tensor([x, torch.ones(1, 3)], layout=torch.jagged)
@@ -287,7 +296,8 @@ def fake_tensors() -> Any:
 
 @program
 def parametrised_weights() -> Any:
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    weight_norm = getattr(nn.utils.parametrizations, "weight_norm", nn.utils.weight_norm)  # the older way
+    model = weight_norm(nn.Linear(3, 2))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -352,6 +362,12 @@ def subclass_parameter() -> Any:
     loss.backward()
     optimizer.step()
     return loss, weight
+
+
+def skip_hidden_subclasses(run: Callable[[], Any], dispatch_mode: bool) -> None:
+    """Under any dispatch mode torch 2.0 raises where a tensor becomes one of a subclass."""
+    if run in (function_subclasses, subclass_parameter) and dispatch_mode and not has_torch("2.1"):
+        pytest.skip("as_subclass() under a dispatch mode: torch 2.1")
 
 
 class Wrapped(Tensor):
@@ -502,15 +518,20 @@ def hooks_that_change_gradients() -> Any:
     y = x * 2
     y.register_hook(lambda gradient: gradient / 0)
     y.sum().backward()
-    w = leaf()
-    w.register_post_accumulate_grad_hook(spoil)
-    (w * 2).sum().backward()
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
     model.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] / 0,))
     v = leaf()
     model(v).sum().backward()
-    return y, gradient_of(x), gradient_of(w), gradient_of(v)
+    return y, gradient_of(x), gradient_of(v)
+
+
+@program_that(needs(hasattr(Tensor, "register_post_accumulate_grad_hook"), "2.1", "hooks after accumulation"))
+def hook_after_accumulation() -> Any:
+    w = leaf()
+    w.register_post_accumulate_grad_hook(spoil)
+    (w * 2).sum().backward()
+    return w, gradient_of(w)
 
 
 @program
@@ -576,6 +597,15 @@ class Kernels(TorchDispatchMode):
 
 @program
 def other_modes_inside() -> Any:
+    x = leaf()
+    with Functions(), Kernels():
+        y = (x / x) @ torch.ones(3, 2)
+        y.sum().backward()
+    return y, gradient_of(x)
+
+
+@program_that(needs_torch("2.1", "FlopCounterMode"))
+def flop_counter_inside() -> Any:
     from torch.utils.flop_counter import FlopCounterMode
 
     x = leaf()
@@ -636,6 +666,7 @@ def training_step() -> Any:
 
 @pytest.mark.parametrize("run", PROGRAMS)
 def test_results_are_as_untraced_and_nodes_tell_the_truth(run: Callable[[], Any], level: str) -> None:
+    skip_hidden_subclasses(run, level == "aten")
     GRADIENTS.clear()
     torch.manual_seed(0)
     expected = run()
@@ -654,7 +685,8 @@ class Listening:
         self.calls: list[str] = []
 
     def __handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(str(func).partition(" at 0x")[0])
+        if str(func) not in UNCOUNTED:
+            self.calls.append(str(func).partition(" at 0x")[0])
         return func(*args, **(kwargs or {}))
 
     __torch_function__ = __torch_dispatch__ = __handle
@@ -680,16 +712,16 @@ def heard(run: Callable[[], Any], mode: type, level: str = "", order: str = "") 
     return listening.calls
 
 
-@needs_one_detach
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("mode", [ListeningToFunctions, ListeningToKernels])
 @pytest.mark.parametrize("run", PROGRAMS)
 def test_another_mode_sees_what_it_sees_untraced(
     run: Callable[[], Any], mode: type, order: str, level: str
 ) -> None:
+    skip_hidden_subclasses(run, level == "aten" or mode is ListeningToKernels)
     heard(run, mode)  # what is cached on first use
     untraced = heard(run, mode)
-    assert untraced
+    assert untraced or run is fake_tensors  # of which torch 2.0 shows no kernel
     if unwraps_first(run, mode, order, level):
         assert heard(run, mode, level, order) != untraced
     else:
@@ -744,14 +776,17 @@ ON_NESTED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("first", [BAD + 1, 1 / BAD], ids=["clean", "bad"])
 @pytest.mark.parametrize("name", ON_NESTED)
 def test_strided_nested_tensors(name: str, first: Tensor, level: str) -> None:
+    if name == "select the other part":
+        skip_unseen_parts(level)
+
     def run() -> Any:
         n = nested(first * 1.0)
         return ON_NESTED[name](n), n
 
     try:
         expected = run()
-    except (RuntimeError, NotImplementedError) as problem:
-        pytest.skip(f"this torch cannot: {problem}")
+    except (RuntimeError, NotImplementedError) as problem:  # the program by itself, which nobody traces yet
+        pytest.skip(f"this torch cannot: {str(problem).partition('. ')[0]}")
     with sherlorch.trace(level=level) as tracker:
         actual = run()
     check(tracker, expected, actual)
@@ -854,6 +889,7 @@ def test_data_parallel_model(group: Any, level: str) -> None:
     assert "div" in tracker.diagnose(y).culprits[0].op_name
 
 
+@needs_torch("2.5", "distributed tensors")
 def test_distributed_tensor(group: Any, level: str) -> None:
     tensor = pytest.importorskip("torch.distributed.tensor")
     mesh = tensor.init_device_mesh("cpu", (1,)) if hasattr(tensor, "init_device_mesh") else None
