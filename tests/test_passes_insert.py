@@ -7,6 +7,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from needs import needs_export, needs_torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -52,11 +53,13 @@ def by_dynamo(model: nn.Module) -> fx.GraphModule:
         graphs.append(graph)
         return graph
 
+    torch._dynamo.reset()  # torch 2.0 has one backend at a time
     torch.compile(model, backend=keep)(*INPUTS)
     return graphs[0]
 
 
-WAYS: list[Callable[[nn.Module], fx.GraphModule]] = [symbolic, exported, by_make_fx, by_dynamo]
+EXPORTED = pytest.param(exported, id="exported", marks=needs_export)
+WAYS: list[Any] = [symbolic, EXPORTED, by_make_fx, by_dynamo]
 
 
 def nodes(graph: fx.GraphModule) -> list[tuple[str, str, str, str]]:
@@ -90,7 +93,7 @@ def test_removal_gives_the_nodes_back(model: nn.Module, way: Any) -> None:
     assert not remove_checks(graph).modified
 
 
-@pytest.mark.parametrize("way", [symbolic, exported])
+@pytest.mark.parametrize("way", [symbolic, EXPORTED])
 def test_results_and_gradients_are_equal_bit_by_bit(model: nn.Module, way: Any) -> None:
     graph = way(model)
     state = copy.deepcopy(model.state_dict())
@@ -145,12 +148,23 @@ class Promoting(nn.Module):
         return torch.cat([x.half(), y])  # 100000 is Inf in float16
 
 
-def test_a_law_that_depends_on_dtypes_needs_to_know_them() -> None:
-    inputs = (torch.ones(2), torch.tensor([100_000]))
-    for graph in (symbolic(Promoting()), torch.export.export(Promoting(), inputs).module()):
-        insert_checks(graph)
-        graph(*inputs)
-        assert "cat" in graph.checks.diagnose().culprits[0].op_name
+TO_PROMOTE = (torch.ones(2), torch.tensor([100_000]))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        symbolic,
+        pytest.param(
+            lambda model: torch.export.export(model, TO_PROMOTE).module(), id="exported", marks=needs_export
+        ),
+    ],
+)
+def test_a_law_that_depends_on_dtypes_needs_to_know_them(way: Any) -> None:
+    graph = way(Promoting())
+    insert_checks(graph)
+    graph(*TO_PROMOTE)
+    assert "cat" in graph.checks.diagnose().culprits[0].op_name
 
 
 def test_the_laws_drop_what_they_make_redundant() -> None:
@@ -166,12 +180,19 @@ def test_the_laws_drop_what_they_make_redundant() -> None:
     assert [node.op_name for node in graph.checks.diagnose().culprits] == ["log"]
 
 
-def test_checks_stay_in_an_export_and_in_compiled_code(model: nn.Module) -> None:
+@needs_export
+def test_checks_stay_in_an_export(model: nn.Module) -> None:
     graph = symbolic(model)
     insert_checks(graph)
     again = torch.export.export(graph, INPUTS).module()
     again(INPUTS[0] * torch.nan, INPUTS[1])
     assert again.checks.flags.count_nonzero() > 5
+
+
+@needs_torch("2.4", "compiled checks")
+def test_checks_stay_in_compiled_code(model: nn.Module) -> None:
+    graph = symbolic(model)
+    insert_checks(graph)
     run = torch.compile(graph, backend="aot_eager")
     run(INPUTS[0] * torch.nan, INPUTS[1])
     report = graph.checks.diagnose()
@@ -186,6 +207,7 @@ def test_checks_are_not_put_in_twice(model: nn.Module) -> None:
         insert_checks(graph)
 
 
+@needs_export
 def test_a_program_of_torch_export_can_be_given_as_it_is(model: nn.Module) -> None:
     result = insert_checks(torch.export.export(model, INPUTS))
     result.graph_module(*INPUTS)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from needs import needs_forward_lines
+from needs import needs_examples, needs_export, needs_forward_lines
 from torch import Tensor, nn
 
 import sherlorch
@@ -71,10 +71,12 @@ WAYS = {
     "example": lambda model: sherlorch.instrument(model, (X,)),
     "exported": lambda model: sherlorch.instrument(torch.export.export(model, (X,))),
 }
+NEEDS = {"example": needs_examples, "exported": needs_export}
+MARKED = [pytest.param(way, marks=NEEDS.get(way, ())) for way in WAYS]
 WITH_LINES = [name for name in WAYS if name != "symbolic"]  # a graph without stack traces has no lines
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MARKED)
 def test_a_forward_fault_is_named(way: str) -> None:
     torch.manual_seed(0)
     checked = WAYS[way](Forward())
@@ -92,7 +94,7 @@ def test_a_forward_fault_is_named(way: str) -> None:
 
 
 @needs_forward_lines
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MARKED)
 def test_a_backward_fault_is_named_by_its_forward_node(way: str) -> None:
     torch.manual_seed(0)
     checked = WAYS[way](Backward())
@@ -108,7 +110,7 @@ def test_a_backward_fault_is_named_by_its_forward_node(way: str) -> None:
         assert culprit.location == line_of("backward")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MARKED)
 def test_a_causal_mask_is_not_blamed(way: str) -> None:
     checked = WAYS[way](Masked())
     checked(X).backward()
@@ -136,6 +138,7 @@ class InPlace(nn.Module):
         return y.sum()
 
 
+@needs_examples
 def test_a_write_through_a_view_is_found() -> None:
     checked = sherlorch.instrument(InPlace(), (X,))
     checked(X)
@@ -144,14 +147,14 @@ def test_a_write_through_a_view_is_found() -> None:
     assert report.target_name == "output"
 
 
-def test_a_bad_parameter_is_called_by_its_name() -> None:
+@pytest.mark.parametrize("way", [way for way in MARKED if way.values[0] in WITH_LINES])
+def test_a_bad_parameter_is_called_by_its_name(way: str) -> None:
     model = Forward()
     torch.nn.init.constant_(model.gate.project.bias, torch.nan)
-    for way in WITH_LINES:
-        checked = WAYS[way](model)
-        checked(X)
-        culprit = checked.checks.diagnose().culprits[0]
-        assert (culprit.name, culprit.origin) == ("parameter model.gate.project.bias", "outside")
+    checked = WAYS[way](model)
+    checked(X)
+    culprit = checked.checks.diagnose().culprits[0]
+    assert (culprit.name, culprit.origin) == ("parameter model.gate.project.bias", "outside")
 
 
 @needs_forward_lines

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_examples
 from torch import Tensor, nn
 
 import sherlorch
@@ -150,6 +151,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@needs_examples
 @pytest.mark.parametrize("name", MODELS)
 def test_an_instrumented_model_is_equal_and_names_a_fault(name: str) -> None:
     model, batch = MODELS[name]()

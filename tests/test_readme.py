@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from needs import needs_torch
 
 import sherlorch
 
@@ -156,6 +157,7 @@ def test_at_function_level_a_composite_function_is_one_operation() -> None:
     assert tracker.diagnose(made).culprits[0].origin == "outside"
 
 
+@needs_torch("2.1", "a kernel for attention on the CPU")
 def test_a_kernel_is_one_operation() -> None:
     q = torch.full((1, 1, 2, 8), 1e30)
     with sherlorch.trace(level="aten") as tracker:
@@ -175,7 +177,7 @@ def test_a_custom_operator_is_one_operation() -> None:
         assert tracker.diagnose(out).culprits[0].op_name == "sherlorch_readme.own.default"
         assert not any("log" in name for name in ops_of(tracker))
     finally:
-        library._destroy()
+        library._destroy() if hasattr(library, "_destroy") else None  # in torch 2.0 it ends with its object
 
 
 def test_a_finite_value_is_never_wrong() -> None:

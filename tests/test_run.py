@@ -377,7 +377,7 @@ def test_a_terminal_gets_a_progress_line_and_colour(write: Write) -> None:
     script = write("""
         import time, torch
         parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([parameter])
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
         for step in range(3):
             parameter.sum().backward()
             optimizer.step()
