@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from needs import needs_forward_lines
+from needs import needs_filled_memory, needs_forward_lines
 from torch import Tensor, nn
 
 import sherlorch
@@ -201,6 +201,9 @@ def test_also_seen_tells_who_absorbed_it(record: Records) -> None:
 # Size.
 
 
+LONG = 20  # seconds of these sizes: what is not linear takes many minutes, what is takes 3 on a slow Python
+
+
 def seconds(work: Callable[[], object]) -> float:
     begin = time.process_time()
     work()
@@ -220,18 +223,18 @@ def test_a_chain_of_a_million(record: Records, uncollected: None) -> None:
     last = record(NAN)
     for _ in range(1_000_000):
         last = record(NAN | CONSUMED, last)
-    assert seconds(lambda: diagnose(last)) < 2
+    assert seconds(lambda: diagnose(last)) < LONG
     assert seqs(diagnose(last)) == [1]
     assert len(diagnose(last).paths[1]) == 1_000_001
-    assert seconds(lambda: earliest(record.all)) < 2
+    assert seconds(lambda: earliest(record.all)) < LONG
 
 
 def test_a_million_side_by_side(record: Records, uncollected: None) -> None:
     source = record(INF | CONSUMED)
     target = record(NAN, *[record(NAN | CONSUMED, source) for _ in range(1_000_000)])
-    assert seconds(lambda: diagnose(target)) < 2
+    assert seconds(lambda: diagnose(target)) < LONG
     assert seqs(diagnose(target)) == [1]
-    assert seconds(lambda: earliest(record.all)) < 2
+    assert seconds(lambda: earliest(record.all)) < LONG
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_a_new_cause_at_every_step(record: Records, bits: int, facts: OpFacts) -
     last = record(bits, facts=facts)
     for _ in range(20_000):
         last = record(bits & (NAN | INF), last, record(bits, facts=facts))
-    assert seconds(lambda: diagnose(last)) < 2
+    assert seconds(lambda: diagnose(last)) < LONG
     diagnosis = diagnose(last)
     assert diagnosis.culprits[0].seq == 1
     assert len(diagnosis.culprits) == 1000
@@ -253,7 +256,7 @@ def test_a_new_cause_at_every_step(record: Records, bits: int, facts: OpFacts) -
 def test_many_masks_that_become_nan_in_one_op(record: Records) -> None:
     masks = [record(INF | CONSTANT, facts=FULL) for _ in range(20_000)]
     softmax = record(NAN, *masks)
-    assert seconds(lambda: diagnose(softmax)) < 2
+    assert seconds(lambda: diagnose(softmax)) < LONG
     assert seqs(diagnose(softmax)) == [softmax.seq]
     assert diagnose(softmax).causes[softmax.seq] == masks
 
@@ -364,11 +367,14 @@ def test_a_bad_parameter_is_called_by_its_name(level: str, defer: bool) -> None:
 def bad_memory() -> Iterator[None]:
     """Memory of `empty` is full of NaN."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
+@needs_filled_memory
 @WAYS
 def test_memory_that_is_read_before_it_is_written(level: str, defer: bool, bad_memory: None) -> None:
     report = trace(lambda: (torch.empty(3) + 1).sum(), level, defer)
@@ -377,6 +383,7 @@ def test_memory_that_is_read_before_it_is_written(level: str, defer: bool, bad_m
     assert "uninitialised" in str(report)
 
 
+@needs_filled_memory
 @WAYS
 def test_memory_that_is_written_in_time(level: str, defer: bool, bad_memory: None) -> None:
     with ProvenanceTracker(level, _defer=defer) as tracker:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from sherlorch import health
 from sherlorch.capture import capture, plain_name
-from sherlorch.compat import get_sequence_nr
+from sherlorch.compat import NUMBERS_NODES, get_sequence_nr
 from sherlorch.explain import PATTERNS, Explanation, Fault, explain, register
 
 NAN, INF = math.nan, math.inf
@@ -61,9 +61,11 @@ class Watch(TorchDispatchMode):
 
         base, node = func._schema.name.split("::")[1].rstrip("_"), torch._C._current_autograd_node()
         makers = [self.made.get(leaf.untyped_storage()._cdata, ("", ())) for leaf in inputs]
-        number = get_sequence_nr() - 1 if node is None else node._sequence_nr()
+        forward = None
         if node is None:
-            self.forwards.setdefault(number, base)
+            self.forwards.setdefault(get_sequence_nr() - 1, base)
+        elif NUMBERS_NODES:
+            forward = self.forwards.get(node._sequence_nr())
         for result in [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]:
             self.kept.append(result)
             if not written:
@@ -85,7 +87,7 @@ class Watch(TorchDispatchMode):
                 **{
                     "phase": "forward" if node is None else "backward",
                     "autograd_node": node.name() if node is not None else None,
-                    "forward_op": self.forwards.get(number) if node is not None else None,
+                    "forward_op": forward,
                     **self.context,
                 },
             )

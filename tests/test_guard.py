@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs_scaler
 from torch import Tensor, nn
 
 import sherlorch
@@ -662,11 +663,6 @@ def test_a_closure_of_an_optimizer_that_calls_it_once() -> None:
     assert_equal(training.state(), before)
 
 
-needs_cpu_scaler = pytest.mark.skipif(
-    not hasattr(torch.amp, "GradScaler"), reason="GradScaler on the CPU: torch 2.3"
-)
-
-
 class Scaled:
     """A step with autocast and a gradient scaler."""
 
@@ -688,7 +684,7 @@ class Scaled:
         return loss
 
 
-@needs_cpu_scaler
+@needs_scaler
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips_are_normal(fused: bool) -> None:
     plain, training = Scaled(2.0**127, fused), Scaled(2.0**127, fused)
@@ -703,7 +699,7 @@ def test_steps_that_a_scaler_skips_are_normal(fused: bool) -> None:
     assert torch.equal(training.model.weight, plain.model.weight)
 
 
-@needs_cpu_scaler
+@needs_scaler
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scale_that_keeps_falling_is_a_fault(fused: bool) -> None:
     training = Scaled(fused=fused)
@@ -721,7 +717,7 @@ def test_a_scale_that_keeps_falling_is_a_fault(fused: bool) -> None:
         step(torch.ones(6, 4), float("nan"))
 
 
-@needs_cpu_scaler
+@needs_scaler
 def test_skipping_what_a_scaler_cannot_heal_ends_too() -> None:
     training = Scaled()
     step = Guard(training.model, training.optimizer, on_fault="skip", skip_limit=2)(training.step)
@@ -733,7 +729,7 @@ def test_skipping_what_a_scaler_cannot_heal_ends_too() -> None:
         step(torch.ones(6, 4), float("nan"))
 
 
-@needs_cpu_scaler
+@needs_scaler
 def test_a_fault_between_scaler_and_optimizer_leaves_the_scaler_usable() -> None:
     training = Scaled()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_float8, needs_jagged
 from torch import Tensor
 
 from sherlorch import health
@@ -145,7 +146,7 @@ def test_an_uncoalesced_sparse_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.parametrize("layout", ["strided", pytest.param("jagged", marks=needs_jagged)])
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
 def test_nested_tensors(layout: str, value: float) -> None:
     parts = [torch.ones(2, 2), torch.tensor([[value, 1.0]])]
@@ -231,8 +232,13 @@ def test_first_bad_index_prefers_nan() -> None:
     assert health.first_bad_index(tensor.t()) == (0, 1)
     assert health.first_bad_index(torch.ones(2)) is None
     assert health.first_bad_index(torch.tensor(math.nan)) == ()
-    assert health.first_bad_index(tensor.to(torch.float8_e5m2)) == (1, 0)
     assert health.first_bad_index(torch.tensor([1, 2])) is None
+
+
+@needs_float8
+def test_first_bad_index_of_float8() -> None:
+    tensor = torch.tensor([[1.0, math.inf], [math.nan, 1.0]])
+    assert health.first_bad_index(tensor.to(torch.float8_e5m2)) == (1, 0)
 
 
 def test_value_at_broadcasts() -> None:
