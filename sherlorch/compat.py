@@ -171,7 +171,7 @@ class _CountedReference:
     __slots__ = ("__weakref__", "_callback", "_storage")
     # Weakly: a tracker that goes takes its references with it.
     _made: ClassVar[list[weakref.ref[_CountedReference]]] = []
-    _sweep_at: ClassVar[int] = 1024
+    _sweep_at: ClassVar[int] = 32
 
     def __init__(self, storage: Any, callback: Callable[[Any], None]) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -197,7 +197,7 @@ class _CountedReference:
                 reference._callback(reference)
             else:
                 cls._made.append(known)
-        _CountedReference._sweep_at = max(1024, 2 * len(cls._made))
+        _CountedReference._sweep_at = max(32, 2 * len(cls._made))
 
 
 # A weak reference to a storage that calls back when the storage is gone.

@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 import torch.nn.functional as F
-from needs import has_torch
+from needs import has_torch, needs_half
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -455,6 +455,10 @@ EXAMPLES: dict[str, tuple[Callable[[], Faults], Callable[[], Faults]]] = {
 }
 
 
+def with_needs(name: str) -> Any:
+    return pytest.param(name, marks=needs_half if name == "adam_epsilon" else ())
+
+
 def patterns_of(faults: Faults) -> list[str]:
     return [explain(each).pattern for each in faults]
 
@@ -464,7 +468,7 @@ def test_every_pattern_has_an_example() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [with_needs(name) for name in EXAMPLES])
 def test_a_pattern_explains_its_fault(name: str) -> None:
     if name == "product_derivative" and not has_torch("2.13"):
         pytest.skip("a NaN within the derivative of cumprod, which nobody sees: torch 2.13")

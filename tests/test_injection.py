@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten
 
 import sherlorch
 from sherlorch import DiagnosisReport, OpNode, ProvenanceTracker
+from sherlorch.compat import NUMBERS_NODES
 from sherlorch.ops import Law, law_of_call
 
 INJECTIONS = int(os.environ.get("SHERLORCH_INJECTIONS", "12"))
@@ -206,12 +207,15 @@ def _corrupt(tensor: Tensor, rng: random.Random) -> tuple[tuple[int, ...], float
     return place, value
 
 
+ENTERS = "torch.autograd.graph" if hasattr(torch.autograd.graph, "_engine_run_backward") else "torch.autograd"
+
+
 def _where(frame: Any, phase: str) -> tuple[str, str | None]:
     """Phase and the user's line, found by walking up from the call; no line for a kernel of the engine."""
     line, recomputes = None, False
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
-        if module == "torch.autograd.graph":  # from here the engine was entered
+        if module == ENTERS:  # from here the engine was entered
             return "recompute" if line is not None and recomputes else "backward", line
         recomputes = recomputes or module == "torch.utils.checkpoint"
         if line is None and module.partition(".")[0] not in _NOT_THE_USERS:
@@ -322,11 +326,17 @@ def _wrong(report: DiagnosisReport, asked: str, node: OpNode, fault: Fault) -> I
         yield f"{asked} says origin {culprit.origin}"
     if culprit.phase != call.phase and call.op.startswith("aten."):
         yield f"{asked} says phase {culprit.phase}"
-    if call.line is not None and call.autograd != "AccumulateGrad" and culprit.location != call.line:
+    knows_forward = call.autograd is None or NUMBERS_NODES  # torch 2.0 does not tell the forward op
+    if (
+        call.line is not None
+        and knows_forward
+        and call.autograd != "AccumulateGrad"
+        and culprit.location != call.line
+    ):
         yield f"{asked} says {culprit.location}"
     if call.autograd is not None and culprit.autograd_node != call.autograd:
         yield f"{asked} says {culprit.autograd_node} for {call.autograd}"
-    if call.autograd not in (None, "AccumulateGrad") and call.line is not None:
+    if call.autograd not in (None, "AccumulateGrad") and call.line is not None and knows_forward:
         forward = culprit.forward
         if forward is None or not _belongs(forward.op_name, call.autograd):
             yield f"{asked} says forward {forward and forward.op_name} for {call.autograd}"

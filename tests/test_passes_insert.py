@@ -1,6 +1,7 @@
 """Checks in graphs: where they stand, what they leave alone, and that they go as they came."""
 
 import copy
+import importlib
 import pickle
 from typing import Any, Callable
 
@@ -53,7 +54,7 @@ def by_dynamo(model: nn.Module) -> fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    torch._dynamo.reset()  # torch 2.0 has one backend at a time
+    importlib.import_module("torch._dynamo").reset()  # torch 2.0 has one backend at a time
     torch.compile(model, backend=keep)(*INPUTS)
     return graphs[0]
 

@@ -162,6 +162,8 @@ def half_of_a_complex_number() -> Tensor:
 
 
 def compiled() -> Tensor:
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # torch 2.0 warns of the backend that another test has used
     return torch.compile(lambda x: torch.log(x), backend="eager")(negative())
 
 
@@ -179,6 +181,8 @@ PROGRAMS = [
 @WAYS
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_odd_tensors_are_followed(program: Callable[[], Tensor], level: str, defer: bool) -> None:
+    if program is subclass_of_functions and level == "aten" and not has_torch("2.1"):
+        pytest.skip("as_subclass() under a dispatch mode: torch 2.1")
     with ProvenanceTracker(level, _defer=defer) as tracker:
         result = program()
     report = tracker.diagnose(result)
