@@ -108,6 +108,7 @@ class Ledger:
         "begin_scan",
         "by_object",
         "capture_stack",
+        "dead",
         "defer",
         "direct",
         "faults",
@@ -193,6 +194,7 @@ class Ledger:
         self.memory = Memory(self, self.by_object)
         self.flights: list[Flight] = []  # what other processes write, until somebody looks
         self.table = self.memory.table
+        self.dead = self.memory.dead
         self.forget = self.memory.forget
         self.loose: dict[int, tuple[Any, Record]] = {}
         self.bad_number: Record | None = None  # the tensor of which the program last read a bad number
@@ -221,7 +223,7 @@ class Ledger:
         """The node that any tensor is; a leaf is made on first sight."""
         try:
             storage = tensor.untyped_storage()
-            entry = self.table.get(storage._cdata)
+            entry = self.memory.entry_of(storage) if self.dead else self.table.get(storage._cdata)
         except (NotImplementedError, RuntimeError):
             return self.node_without_storage(tensor)
         if entry is None:

@@ -189,19 +189,16 @@ class Memory:
     """The table of storages.
 
     `by_object`: the tensors seen are the user's own objects, so that two with one geometry can be told apart.
+    The entries of storages that died are in `dead` until the table is next asked, which is by `entry_of`, or
+    after the same as it does: their addresses may be in use again.
     """
 
     def __init__(self, owner: Owner, by_object: bool = False) -> None:
         self.table: dict[int, Entry] = {}
+        self.dead: list[Entry] = []
+        self.forget = self.dead.append  # what a storage calls as it dies, often: hence nothing of our own
         self.by_object = by_object
         self._reference = weakref.ref(owner)
-        table = self.table
-
-        def forget(entry: Entry) -> None:
-            if table.get(entry.key) is entry:
-                del table[entry.key]
-
-        self.forget = forget
 
     @property
     def _owner(self) -> Owner:
@@ -209,13 +206,22 @@ class Memory:
         assert owner is not None, "the owner of this memory is gone"
         return owner
 
-    def __del__(self) -> None:
-        # Entries of storages that live on lead back to the table by what they call when those die.
-        self.table.clear()
+    def entry_of(self, storage: Any) -> Entry | None:
+        """What is known of a storage that lives."""
+        self.sweep()
+        return self.table.get(storage._cdata)
+
+    def sweep(self) -> None:
+        """Let go of the storages that died."""
+        table, dead = self.table, self.dead
+        while dead:
+            entry = dead.pop()
+            if table.get(entry.key) is entry:
+                del table[entry.key]
 
     def find(self, tensor: Tensor) -> Record | None:
         """The node that a strided tensor is, or None for memory never seen."""
-        entry = self.table.get(tensor.untyped_storage()._cdata)
+        entry = self.entry_of(tensor.untyped_storage())
         return self.read(entry, tensor) if entry is not None else None
 
     def start(self, storage: Any, record: Record) -> Entry:
@@ -323,9 +329,10 @@ class Memory:
 
     def write(self, tensor: Tensor, record: Record) -> None:
         """`record` wrote the memory of `tensor`: every overlapping view is another value now."""
-        entry = self.table.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        entry = self.entry_of(storage)
         if entry is None:
-            entry = self.start_earlier(tensor.untyped_storage(), record)
+            entry = self.start_earlier(storage, record)
             if covers_storage(tensor):
                 return
             entry.node = None
@@ -364,7 +371,8 @@ class Memory:
     def expect(self, tensor: Tensor, record: Record, work: Any) -> Flight:
         """Other processes are writing `tensor`; its state is asked for when it is read."""
         self.write(tensor, record)
-        entry = self.table[tensor.untyped_storage()._cdata]
+        entry = self.entry_of(tensor.untyped_storage())
+        assert entry is not None, "what was written is known"
         if entry.views is None:
             entry.views = {geometry(tensor): record}
         more = entry.more = entry.more or More()
@@ -374,12 +382,13 @@ class Memory:
 
     def expect_no_more(self, tensor: Tensor) -> None:
         """An op has computed with `tensor`: whatever other processes wrote there has arrived."""
-        entry = self.table.get(tensor.untyped_storage()._cdata)
+        entry = self.entry_of(tensor.untyped_storage())
         for flight in entry.more.flights if entry is not None and entry.more is not None else ():
             flight.work = None
 
     def lasting(self) -> Iterator[Record]:
         """Who wrote what is in memory that the program had before, where any of it is bad."""
+        self.sweep()
         for entry in list(self.table.values()):
             storage = entry()
             if not hasattr(entry, "earlier") or storage is None:
@@ -396,9 +405,10 @@ class Memory:
     def distrust(self, tensors: Iterable[Tensor] | None = None) -> None:
         """These storages, or all, may be written from now on without notice: read each again before its node
         is believed."""
+        self.sweep()
         entries: Iterable[Entry | None] = list(self.table.values())
         if tensors is not None:
-            entries = [self.table.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+            entries = [self.entry_of(tensor.untyped_storage()) for tensor in tensors]
         for entry in filter(None, entries):
             if entry.node is not None:
                 self.views(entry, None)

@@ -355,6 +355,11 @@ class Recorder(Ledger):
     ) -> tuple[list[Record], int]:
         """The nodes of every tensor argument, and their bits joined; `unproved` as for `first_sight`."""
         table = self.table
+        dead = self.dead
+        while dead:  # as `Memory.sweep`
+            gone = dead.pop()
+            if table.get(gone.key) is gone:
+                del table[gone.key]
         parents: list[Record] = []
         bits = 0
         for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -408,8 +413,7 @@ class Recorder(Ledger):
             return self._add_loose(
                 plan, args, kwargs, out, parents, bits, Site(code, instruction, scope, link, autograd), call
             )
-        key = storage._cdata
-        entry = self.table.get(key)
+        entry = self.memory.entry_of(storage)
         if entry is not None:
             for arg in args:
                 if arg is out:
@@ -545,10 +549,12 @@ class Recorder(Ledger):
             self.records.append(record)
         if held is None:
             self.loose[id(out)] = (WeakIdRef(out), record)
-        elif held.untyped_storage()._cdata in self.table:
-            self.memory.adopt(self.table[held.untyped_storage()._cdata], held, record)
         else:
-            self.memory.start(held.untyped_storage(), record)
+            entry = self.memory.entry_of(held.untyped_storage())
+            if entry is None:
+                self.memory.start(held.untyped_storage(), record)
+            else:
+                self.memory.adopt(entry, held, record)
         if state & (NONFINITE | PENDING):
             self.settle(plan, held if held is not None else out, record, parents, Late(named))
         return record
