@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from models import PROGRAMS, Program, make_program
-from needs import UNCOUNTED
+from needs import UNCOUNTED, has_torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,7 +138,10 @@ class Called(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.calls.append(getattr(func, "__name__", str(func)))
+        if has_torch("2.1") or not isinstance(
+            func, OpOverload
+        ):  # of the mode above, on an index that none saw
+            self.calls.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
 
@@ -325,6 +329,8 @@ def summaries(tracker: ProvenanceTracker) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("inner", LEVELS)
 @pytest.mark.parametrize("name", ["gpt2", "in_place", "checkpointed"])
 def test_nested_traces_each_see_what_they_see_alone(name: str, outer: str, inner: str) -> None:
+    if outer == inner == "aten" and not has_torch("2.1"):
+        pytest.skip("`detach` dispatched once to each mode: torch 2.1")
     alone = {}
     for level in {outer, inner}:
         program = poisoned(make_program(name))

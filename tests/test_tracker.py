@@ -788,6 +788,9 @@ PROGRAMS = [
 ]  # fmt: skip
 NEEDS = {scaled_step: needs_scaler}
 CASES = sorted((Path(__file__).parent / "cases").glob("[0-9]*.py"))
+READS_PARTS = (
+    "004"  # of a tensor with an Inf: a part that nobody saw made is looked at if that is known by then
+)
 SECOND_LOOKS = ("059", "069")  # find a further culprit by computing a call again, at once or never
 
 
@@ -812,6 +815,7 @@ def answers(program: Callable[[], object], level: str, defer: bool) -> tuple[lis
         (node.op_name, node.has_nan, node.has_inf, node.origin)
         for node in tracker.nodes
         if "empty" not in node.op_name  # holds what happens to lie there
+        and not (node.op_name == "data" and [each.op_name for each in node.parents] == ["empty"])
         and not ("_ctc_loss." in node.op_name and len(node.shape) > 1)  # so does part of its second result
     ]
     culprits = [
@@ -834,7 +838,7 @@ def answers(program: Callable[[], object], level: str, defer: bool) -> tuple[lis
     ],
 )
 def test_late_states_tell_the_same(program: Callable[[], object] | Path, level: str) -> None:
-    if program is writes:
+    if program is writes or (isinstance(program, Path) and program.stem.startswith(READS_PARTS)):
         skip_unseen_parts(level)
     run = of_case(program) if isinstance(program, Path) else program
     at_once, late = answers(run, level, False), answers(run, level, True)
