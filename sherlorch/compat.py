@@ -190,7 +190,7 @@ class _CountedReference:
         made = cls._made.copy()
         del cls._made[: len(made)]  # what another thread adds meanwhile stays
         for known in made:
-            reference = known()
+            reference: Any = known()
             if reference is None:
                 continue
             if reference._storage.expired():  # type: ignore[no-untyped-call]

@@ -138,9 +138,8 @@ class Called(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if has_torch("2.1") or not isinstance(
-            func, OpOverload
-        ):  # of the mode above, on an index that none saw
+        # Torch 2.0 shows the overloads that the mode above calls for an index, which itself it does not show.
+        if has_torch("2.1") or not isinstance(func, OpOverload):
             self.calls.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 

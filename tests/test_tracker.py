@@ -788,9 +788,7 @@ PROGRAMS = [
 ]  # fmt: skip
 NEEDS = {scaled_step: needs_scaler}
 CASES = sorted((Path(__file__).parent / "cases").glob("[0-9]*.py"))
-READS_PARTS = (
-    "004"  # of a tensor with an Inf: a part that nobody saw made is looked at if that is known by then
-)
+READS_PARTS = "004"  # of a tensor with an Inf; one that nobody saw made is looked at if that is known by then
 SECOND_LOOKS = ("059", "069")  # find a further culprit by computing a call again, at once or never
 
 
