@@ -138,7 +138,7 @@ def diagnose_first(tracker, results):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["aten", "function"])
-@pytest.mark.parametrize("path", map(with_needs, FILES))
+@pytest.mark.parametrize("path", [with_needs(path) for path in FILES])
 def test_case(path, level):
     case = load(path)
     expect = case.EXPECT
