@@ -193,7 +193,7 @@ class _CountedReference:
             reference: Any = known()
             if reference is None:
                 continue
-            if reference._storage.expired():  # type: ignore[no-untyped-call]
+            if reference._storage.expired():
                 reference._callback(reference)
             else:
                 cls._made.append(known)
