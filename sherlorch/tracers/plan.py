@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, Callable
@@ -45,6 +47,7 @@ class Plan(OpFacts):
         "random",
         "root",
         "special",
+        "tensors_until",
         "unmarked",
         "unusual",
         "writes",
@@ -86,6 +89,7 @@ class Plan(OpFacts):
         self.random = False
         self.has_schema = False  # is it known from a schema what a call writes?
         self.arguments: tuple[str, ...] = ()
+        self.tensors_until = sys.maxsize  # the position from which on no argument can hold a tensor
         self.collective: Collective | None = None  # what it writes comes in part from other processes
 
     def law_for(self, args: Any, kwargs: Mapping[str, Any]) -> int:
@@ -139,6 +143,7 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.call = binding_of(func)
     plan.has_schema = True
     plan.arguments = tuple(argument.name for argument in schema.arguments)
+    plan.tensors_until = _tensors_until(schema)
     if _is_collective(plan):
         return plan
     law = law_of_overload(func)
@@ -163,6 +168,22 @@ def plan_overload(func: Any, fast: bool) -> Plan:
     plan.carries = base in traits.CARRIES and schema.name.startswith("aten::")
     plan.plain_inputs = not (plan.blind or plan.carries)
     return plan
+
+
+def _tensors_until(schema: Any) -> int:
+    """One past the last positional argument that may be a tensor or hold some."""
+    taking = [
+        position
+        for position, argument in enumerate(schema.arguments)
+        if not argument.kwarg_only and not _WITHOUT_TENSORS.fullmatch(str(argument.type))
+    ]
+    return taking[-1] + 1 if taking else 0
+
+
+# As schemas name the types of arguments. What is not known here may be anything.
+_WITHOUT_TENSORS = re.compile(
+    r"((Optional|List)\[)*(int|float|bool|complex|number|str|Device|Generator|ScalarType|Layout|MemoryFormat)\]*"
+)
 
 
 def _is_collective(plan: Plan) -> bool:

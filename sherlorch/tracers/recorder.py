@@ -108,7 +108,7 @@ class Recorder(Ledger):
         """
         proved = None
         if plan.plain_inputs:
-            parents, bits = self.inputs(args, kwargs)
+            parents, bits = self.inputs(args[: plan.tensors_until], kwargs)
         elif plan.blind:
             self.inputs(args, kwargs)  # seen, but not taken in
             parents, bits = [], 0
@@ -728,7 +728,7 @@ class Recorder(Ledger):
         links = self.links
         try:
             number = node._sequence_nr() - self.links_start
-            return links[number] if 0 <= number < len(links) else None
+            return links[number] if number < len(links) and number >= 0 else None
         except AttributeError:  # torch 2.0
             return None
 
