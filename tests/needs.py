@@ -22,8 +22,20 @@ def needs_torch(version: str, what: str) -> pytest.MarkDecorator:
 
 # Torch 2.0 does not tell the numbers of autograd nodes: a backward kernel has no forward op, line or module.
 needs_forward_lines = needs_torch("2.1", "backward kernels know their forward op")
-needs_one_detach = needs_torch("2.1", "a mode further in changes how often `detach` is dispatched")
-needs_eager_compiled = needs_torch("2.6", "compiled functions run eagerly under a trace")
+EAGER_COMPILED = "compiled functions run eagerly under a trace"
+needs_eager_compiled = needs_torch("2.6", EAGER_COMPILED)
+
+
+def skip_compiled() -> None:
+    """`needs_eager_compiled` for one case of a test."""
+    if not has_torch("2.6"):
+        pytest.skip(f"{EAGER_COMPILED}: torch 2.6")
+
+
+def skip_as_subclass(under_dispatch_mode: bool) -> None:
+    """Ends a test that makes a subclass of a tensor under a dispatch mode, whichever mode it is."""
+    if under_dispatch_mode and not has_torch("2.6"):
+        pytest.skip("`as_subclass` under a dispatch mode: torch 2.6")
 
 
 def skip_unseen_assignments(level: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from needs import has_torch, skip_unseen_assignments
+from needs import has_torch, skip_compiled, skip_unseen_assignments
 
 import sherlorch
 
@@ -140,8 +140,8 @@ def test_case(path, level):
 def _skip_for_old_torch(case, level):
     if case == "031":
         skip_unseen_assignments(level)
-    if case == "082" and not has_torch("2.6"):
-        pytest.skip("compiled functions run eagerly under a trace: torch 2.6")
+    if case == "082":
+        skip_compiled()
     if case == "071" and not has_torch("2.4"):
         pytest.skip("memory that was never written is filled with NaN: torch 2.4")
     if case == "006" and level == "why" and not has_torch("2.1"):

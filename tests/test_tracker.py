@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from needs import needs_forward_lines, skip_unseen_assignments
+from needs import needs_forward_lines, skip_compiled, skip_unseen_assignments
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -827,6 +827,8 @@ def answers(program: Callable[[], object], level: str, defer: bool) -> tuple[lis
     "program", PROGRAMS + CASES, ids=lambda it: it.stem if isinstance(it, Path) else it.__name__
 )
 def test_late_states_tell_the_same(program: Callable[[], object] | Path, level: str) -> None:
+    if isinstance(program, Path) and program.stem.startswith("082") and level == "aten":
+        skip_compiled()
     run = of_case(program) if isinstance(program, Path) else program
     at_once, late = answers(run, level, False), answers(run, level, True)
     assert at_once[0] == late[0]
