@@ -98,6 +98,8 @@ class Builder:
             self.faults.append(record)
             if output or site.output:
                 self.outputs[record] = output or site.output
+            elif site.absorbed:
+                record.bits |= CONSUMED
             self._place_leaves(record)
         return record
 
