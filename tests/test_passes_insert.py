@@ -170,6 +170,7 @@ def test_the_laws_drop_what_they_make_redundant() -> None:
     assert [node.op_name for node in graph.checks.diagnose().culprits] == ["log"]
 
 
+@needs_torch("2.8", "a symbolic trace of a batch norm can be exported")
 def test_checks_stay_in_an_export_and_in_compiled_code(model: nn.Module) -> None:
     graph = symbolic(model)
     insert_checks(graph)
@@ -181,6 +182,15 @@ def test_checks_stay_in_an_export_and_in_compiled_code(model: nn.Module) -> None
     report = graph.checks.diagnose()
     assert report.culprits[0].name == "input x"
     assert "ran inside compiled code" in str(report)
+
+
+def test_an_infinity_that_becomes_an_index_is_absorbed_and_a_nan_is_not() -> None:
+    graph = make_fx(lambda x: x.log().to(torch.long).clamp(0, 7), tracing_mode="fake")(torch.zeros(3))
+    insert_checks(graph)
+    graph(torch.zeros(3))
+    assert graph.checks.diagnose().ok
+    graph(torch.zeros(3) - 1)
+    assert [node.op_name for node in graph.checks.diagnose().culprits] == ["aten.log.default"]
 
 
 def test_checks_are_not_put_in_twice(model: nn.Module) -> None:
