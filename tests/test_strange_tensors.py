@@ -858,6 +858,7 @@ def test_data_parallel_model(group: Any, level: str) -> None:
     assert "div" in tracker.diagnose(y).culprits[0].op_name
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # of torch 2.4
 def test_distributed_tensor(group: Any, level: str) -> None:
     tensor = pytest.importorskip("torch.distributed.tensor")
     if not hasattr(tensor, "distribute_tensor"):  # before torch 2.5
