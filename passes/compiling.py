@@ -153,13 +153,13 @@ def _without_flags(compiled: Callable[..., Any], log: Log, table: Table) -> Call
 
 def _input_names(graph_module: fx.GraphModule, name: str) -> list[str]:
     """What the inputs of AOTAutograd's graphs are called: first what the module owns, then placeholders."""
-    names = [
-        f"parameter {plain_path(key, name)}"
-        for key, _ in graph_module.named_parameters(remove_duplicate=False)
-    ]
-    names += [
-        f"buffer {plain_path(key, name)}" for key, _ in graph_module.named_buffers(remove_duplicate=False)
-    ]
+    sources = getattr(graph_module, "_param_name_to_source", None) or {}  # Dynamo gave them flat names
+
+    def owned(key: str) -> str:
+        return plain_path(sources[key].name() if key in sources else key, name)
+
+    names = [f"parameter {owned(key)}" for key, _ in graph_module.named_parameters(remove_duplicate=False)]
+    names += [f"buffer {owned(key)}" for key, _ in graph_module.named_buffers(remove_duplicate=False)]
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             source = getattr(node.meta.get("grapharg"), "source", None)

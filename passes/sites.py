@@ -238,7 +238,13 @@ def _site(
         named=0 if plan.combines else named_values([*source.args, *source.kwargs.values()]),
         arguments={**plan.name_arguments(args, kwargs), **owned},
         output=output,
+        absorbed=any(_is_mask_or_index(user) for user in node.users),
     )
+
+
+def _is_mask_or_index(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype not in FLOATING
 
 
 def _replaced(value: Any, position: Mapping[fx.Node, int]) -> Any:

@@ -6,11 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from needs import TORCH
 
 
 def modes() -> tuple[int, int]:
     """How many function and dispatch modes are on the stacks of this thread."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if TORCH == (2, 4):  # whose checkpoint calls what it has deprecated itself
+        config.addinivalue_line(
+            "filterwarnings", "ignore:`torch.cpu.amp.autocast:FutureWarning:torch.utils.checkpoint"
+        )
 
 
 @pytest.fixture(autouse=True)

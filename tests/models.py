@@ -85,11 +85,13 @@ _TINY = {
 
 
 def gpt2() -> Program:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, __version__
 
+    # These mask eager attention twice, and the least number plus itself is -inf.
+    twice = (4, 53) <= tuple(map(int, __version__.split(".")[:2])) < (5, 0)
     config = GPT2Config(
         vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        attn_implementation="eager",
+        attn_implementation="sdpa" if twice else "eager",
     )  # fmt: skip
     ids = _tokens(2, 7)
     model = GPT2LMHeadModel(config).train()

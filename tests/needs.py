@@ -27,7 +27,14 @@ def needs(there: bool, version: str, what: str) -> pytest.MarkDecorator:
 
 # Torch 2.0 does not tell the numbers of autograd nodes: a backward kernel has no forward op, line or module.
 needs_forward_lines = needs_torch("2.1", "backward kernels know their forward op")
-needs_eager_compiled = needs_torch("2.6", "compiled functions run eagerly under a trace")
+EAGER_COMPILED = "compiled functions run eagerly under a trace"
+needs_eager_compiled = needs_torch("2.6", EAGER_COMPILED)
+
+
+def skip_as_subclass(under_dispatch_mode: bool) -> None:
+    """Ends a test that makes a subclass of a tensor under a dispatch mode, whichever mode it is."""
+    if under_dispatch_mode and not has_torch("2.6"):
+        pytest.skip("`as_subclass` under a dispatch mode: torch 2.6")
 
 
 needs_examples = needs_torch("2.1", "instrument(example_inputs=)")
@@ -42,10 +49,6 @@ needs_fused = needs_torch("2.4", "fused optimizers on the CPU")
 # Came one by one from 2.1 on. 2.4 has all that is used here.
 needs_half = needs_torch("2.4", "half-precision kernels on the CPU")
 needs_half_autocast = needs_torch("2.4", "autocast to half precision on the CPU")
-
-# Calls that a dispatch mode does not count where another one may be further in: for each of those torch 2.0
-# dispatches `detach` once more.
-UNCOUNTED = frozenset() if has_torch("2.1") else frozenset({"aten.detach.default"})
 
 
 def skip_unseen_parts(level: str) -> None:

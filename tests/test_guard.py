@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from needs import needs_scaler
+from needs import needs_eager_compiled, needs_scaler
 from torch import Tensor, nn
 
 import sherlorch
@@ -769,6 +769,7 @@ def test_an_average_of_the_weights_is_not_touched() -> None:
     assert all(map(torch.equal, before, average.state_dict().values()))
 
 
+@needs_eager_compiled
 @pytest.mark.skipif(not hasattr(torch, "compile") or sys.platform == "win32", reason="torch.compile")
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_compiled_code_is_replayed_as_it_was_written(whole_step: bool) -> None:
@@ -974,7 +975,7 @@ def test_no_growth_over_ten_thousand_steps() -> None:
     for _ in range(10_000):
         guarded()
     gc.collect()
-    assert _tensors() == tensors
+    assert _tensors() <= tensors  # what other tests left may go meanwhile
     assert sys.getallocatedblocks() - before < 500
 
 

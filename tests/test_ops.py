@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 from law_strategies import CASES, FLOATING, REAL, PlainMaker, arguments, calls
-from needs import needs, needs_half
+from needs import needs, needs_half, needs_torch
 from torch.utils._pytree import tree_map_only
 
 from sherlorch import health
@@ -50,7 +50,7 @@ def overloads_of(name):
         packet = getattr(getattr(torch.ops, namespace or "aten"), spelling, None)
         for overload in packet.overloads() if packet else ():
             found = getattr(packet, overload)
-            if lookup._group_of_overload(found) is not None and "name" not in found._overloadname:
+            if lookup._group_of_overload(found) is not None and "name" not in overload:
                 yield found
 
 
@@ -61,6 +61,11 @@ FUNCTIONS = {
     for name in group.function_names
 }
 OVERLOADS = {name: list(overloads_of(name)) for group in GROUPS for name in group.aten_names}
+
+
+# Rows of what an old torch does not have.
+NEWER = {"_safe_softmax": needs_torch("2.5", "aten._safe_softmax")}
+ROWS = [pytest.param(name, marks=NEWER.get(name, ())) for name in LAWS]
 
 
 def called(function, args, kwargs):

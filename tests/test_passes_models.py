@@ -94,6 +94,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
         patch_size=4,
     ),
 }
+needs_masks = pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="torch.export follows its masks: transformers 5"
+)
+EXPORTED = [
+    pytest.param(name, marks=needs_masks if name in ("gpt2", "opt", "llama", "gemma") else ())
+    for name in MODELS
+]
 # Of these torch.export makes a graph whose gradients differ from the model's in their last bits.
 ROUNDED = ("llama",)
 
@@ -152,7 +159,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 @needs_examples
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_an_instrumented_model_is_equal_and_names_a_fault(name: str) -> None:
     model, batch = MODELS[name]()
     plain = step(model, model, batch)

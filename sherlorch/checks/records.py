@@ -20,7 +20,7 @@ from sherlorch.graph import (
     Record,
     Scope,
 )
-from sherlorch.health import NONFINITE
+from sherlorch.health import NAN, NONFINITE
 from sherlorch.reports.report import Coverage, DiagnosisReport, make_report
 
 
@@ -98,6 +98,8 @@ class Builder:
             self.faults.append(record)
             if output or site.output:
                 self.outputs[record] = output or site.output
+            elif site.absorbed and not state & NAN:
+                record.bits |= CONSUMED
             self._place_leaves(record)
         return record
 

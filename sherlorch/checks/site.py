@@ -55,6 +55,7 @@ class Site:
     checked: bool = False
     output: str = ""  # what the caller of the graph gets as this: "output[0]", "head.weight.grad"
     link: int | None = None  # the forward site whose backward this is
+    absorbed: bool = False  # an infinity is, by a mask or an index computed from it, which has no site
 
     def meant(self, state: int) -> bool:
         """Did the call name such a value itself?"""
