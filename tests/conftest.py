@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if TORCH == (2, 4):  # whose checkpoint calls what it has deprecated itself
         config.addinivalue_line(
             "filterwarnings", "ignore:`torch.cpu.amp.autocast:FutureWarning:torch.utils.checkpoint"
+        )
+    if sys.version_info[:3] == (3, 13, 0):  # where Dynamo warns of that Python
+        config.addinivalue_line(
+            "filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
         )
 
 
