@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -85,19 +86,31 @@ def never_compile(function: Any) -> None:
 
 
 class _ForcedEager:
-    """What ``torch.compiler.set_stance("force_eager")`` does, in a tenth of its time."""
+    """What ``torch.compiler.set_stance("force_eager")`` does, in a tenth of its time.
 
-    __slots__ = ("_before", "_frames")
+    The stance is the process's: it ends with the last block, in whatever order those of several threads end.
+    """
+
+    __slots__ = ("_frames",)
+    _lock: ClassVar[Any] = threading.Lock()
+    _open: ClassVar[int] = 0
+    _before: ClassVar[Any] = None
 
     def __init__(self, frames: Any) -> None:
         self._frames = frames
 
     def __enter__(self) -> None:
-        self._before = self._frames._stance
-        self._frames._stance = self._frames.DynamoStance("force_eager")
+        with self._lock:
+            if not _ForcedEager._open:
+                _ForcedEager._before = self._frames._stance
+                self._frames._stance = self._frames.DynamoStance("force_eager")
+            _ForcedEager._open += 1
 
     def __exit__(self, *exc: Any) -> None:
-        self._frames._stance = self._before
+        with self._lock:
+            _ForcedEager._open -= 1
+            if not _ForcedEager._open:
+                self._frames._stance = _ForcedEager._before
 
 
 NOTHING_TO_DO = nullcontext()

@@ -38,6 +38,8 @@ VERDICTS = {
 
 # The compiler of torch imports what torch itself has deprecated; so does `torch.load` of 2.0.
 WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore:TypedStorage is deprecated")
+if sys.version_info[:3] == (3, 13, 0):  # where Dynamo warns of that Python
+    WARNINGS += ("-W", "ignore:Guards may run slower on Python 3.13.0")
 NEEDS = {
     "backward_only_nan.py": ("2.1", "backward kernels know their forward op"),
     "compiled_model.py": ("2.4", "compiled checks"),

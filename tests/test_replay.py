@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -274,7 +275,7 @@ def test_what_a_call_writes_counts() -> None:
 def test_a_call_that_cannot_run_says_why() -> None:
     text, came_back = replay.describe(call(torch.ops.aten.mm.default, torch.ones(2, 3), torch.ones(2, 3)))
     assert not came_back
-    assert "could not run: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+    assert re.search("could not run: RuntimeError: .*mat1 and mat2 shapes cannot be multiplied", text)
 
 
 # The command

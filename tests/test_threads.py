@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_eager_compiled
 from torch import Tensor
 
 import sherlorch
@@ -158,3 +159,35 @@ for _ in range({threads}):
     told = " ".join(capsys.readouterr().out.split())
     assert (f"1 other thread {UNSEEN}" in told) == bool(threads)
     assert (MAYBE in told) == bool(threads)
+
+
+@needs_eager_compiled
+def test_compiled_functions_run_eagerly_until_the_last_trace_of_any_thread_ends() -> None:
+    compilations: list[object] = []
+
+    def backend(graph: object, inputs: object) -> object:
+        compilations.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: torch.log(x), backend=backend)  # loads Dynamo
+    first_began, second_began, first_ends = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with sherlorch.trace():
+            first_began.set()
+            second_began.wait()
+        first_ends.set()
+
+    other = threading.Thread(target=work)
+    other.start()
+    first_began.wait()
+    with sherlorch.trace() as tracker:
+        second_began.set()
+        first_ends.wait()  # the one that began first ends first
+        y = compiled(-torch.ones(3))
+        assert [culprit.op_name for culprit in tracker.diagnose(y).culprits] == ["log"]
+    other.join()
+    assert compilations == []
+    compiled(torch.ones(3))
+    assert len(compilations) == 1  # as untraced
+    torch._dynamo.reset()
