@@ -1,10 +1,9 @@
 """A call becomes nodes: who the inputs are, what state the results are in, and where in the program it
 happened.
 
-Everything here runs once for each call of the traced program, so the common way is written out flat: the
-rest of the file
-serves the rare calls. Nothing is decided while recording that can be decided later (origins and culprits are
-not).
+Everything here runs once for each call of the traced program, so the common way is written out flat: the rest
+of the file serves the rare calls. Nothing is decided while recording that can be decided later (origins and
+culprits are not).
 """
 
 from __future__ import annotations
