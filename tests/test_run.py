@@ -363,11 +363,22 @@ def test_an_interrupt_gives_the_report_so_far(write: Write) -> None:
             time.sleep(0.01)
     """)
     arguments = [sys.executable, "-m", "sherlorch", "run", "--on-nonfinite", "report", str(script)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored in a shell's background job
+    ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 1
     assert error == ""
     assert out.startswith("\nInterrupted. What was seen so far:\n\n-Inf in the tensor was born in")
