@@ -211,10 +211,11 @@ ENTERS = "torch.autograd.graph" if hasattr(torch.autograd.graph, "_engine_run_ba
 
 def _where(frame: Any, phase: str) -> tuple[str, str | None]:
     """Phase and the user's line, found by walking up from the call; no line for a kernel of the engine."""
-    line, recomputes = None, False
+    line, recomputes, prepares = None, False, False
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
-        if module == ENTERS:  # from here the engine was entered
+        prepares = prepares or frame.f_code.co_name == "_make_grads"  # the engine is yet to be entered
+        if module == ENTERS and not prepares:  # from here the engine was entered
             return "recompute" if line is not None and recomputes else "backward", line
         recomputes = recomputes or module == "torch.utils.checkpoint"
         if line is None and module.partition(".")[0] not in _NOT_THE_USERS:
