@@ -24,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
         )
+    if sys.version_info >= (3, 14):  # where torch's forward-mode derivatives still use what it has deprecated
+        config.addinivalue_line(
+            "filterwarnings", "ignore:`torch.jit.script` is not supported in Python 3.14:FutureWarning"
+        )
 
 
 @pytest.fixture(autouse=True)
