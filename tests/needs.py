@@ -27,8 +27,7 @@ def needs(there: bool, version: str, what: str) -> pytest.MarkDecorator:
 
 # Torch 2.0 does not tell the numbers of autograd nodes: a backward kernel has no forward op, line or module.
 needs_forward_lines = needs_torch("2.1", "backward kernels know their forward op")
-EAGER_COMPILED = "compiled functions run eagerly under a trace"
-needs_eager_compiled = needs_torch("2.6", EAGER_COMPILED)
+needs_eager_compiled = needs_torch("2.6", "compiled functions run eagerly under a trace")
 
 
 def skip_as_subclass(under_dispatch_mode: bool) -> None:

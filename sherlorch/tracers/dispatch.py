@@ -14,7 +14,7 @@ from sherlorch import health
 from sherlorch.compat import CAN_MARK, never_compile
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.memory import PLAIN
-from sherlorch.tracers.plan import Plan, plan_overload
+from sherlorch.tracers.plan import Plan, Switch, plan_overload
 from sherlorch.tracers.recorder import Recorder
 
 # False inside of DisableTorchFunction. Torch 2.0 cannot tell.
@@ -27,7 +27,7 @@ _PLANS: dict[bool, dict[int, Plan]] = {
 }  # by id of the overload, which its plan keeps alive
 
 
-class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchTracer(Switch, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands each aten call and its results to a recorder."""
 
     def __init__(self, recorder: Recorder, fast: bool) -> None:
@@ -35,16 +35,6 @@ class DispatchTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._fast = fast
         self._plans = self._asked = _PLANS[fast]
-
-    @property
-    def enabled(self) -> bool:
-        """Are calls recorded?"""
-        return self._asked is self._plans
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        # Without plans every call is one met for the first time, so that no other has to ask.
-        self._asked = self._plans if value else {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

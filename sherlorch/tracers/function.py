@@ -18,7 +18,7 @@ from sherlorch import health
 from sherlorch.compat import NOTHING_TO_DO, eagerly, enable_torch_function, never_compile
 from sherlorch.errors import NonFiniteError, NonFiniteWarning
 from sherlorch.tracers.arguments import SCALAR, kind_of, kinds
-from sherlorch.tracers.plan import Plan, plan_function
+from sherlorch.tracers.plan import Plan, Switch, plan_function
 from sherlorch.tracers.recorder import Recorder
 
 _len_torch_function_stack = torch._C._len_torch_function_stack
@@ -30,7 +30,7 @@ _NOTHING: dict[str, Any] = {}
 _PLANS: dict[bool, dict[Any, Plan]] = {True: {}, False: {}}
 
 
-class FunctionTracer(TorchFunctionMode):
+class FunctionTracer(Switch, TorchFunctionMode):
     """Hands each torch function call and its results to a recorder."""
 
     def __init__(self, recorder: Recorder, fast: bool) -> None:
@@ -41,16 +41,6 @@ class FunctionTracer(TorchFunctionMode):
         self._fast = fast
         self._plans = self._asked = _PLANS[fast]
         self._eager: AbstractContextManager[Any] = NOTHING_TO_DO
-
-    @property
-    def enabled(self) -> bool:
-        """Are calls recorded?"""
-        return self._asked is self._plans
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        # Without plans every call is one met for the first time, so that no other has to ask.
-        self._asked = self._plans if value else {}
 
     def __enter__(self) -> FunctionTracer:
         # Scans must not show up in a mode further out.

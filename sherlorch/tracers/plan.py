@@ -112,6 +112,23 @@ class Plan(OpFacts):
         return {**named, **kwargs}
 
 
+class Switch:
+    """Turns a tracer on and off by the plans that it finds."""
+
+    _plans: dict[Any, Plan]
+    _asked: dict[Any, Plan]
+
+    @property
+    def enabled(self) -> bool:
+        """Are calls recorded?"""
+        return self._asked is self._plans
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        # Without plans every call is one met for the first time, so that no other has to ask.
+        self._asked = self._plans if value else {}
+
+
 # In-place ops that lose their input where the lost value is what explains a fault; the others' ranges say
 # enough.
 _CHEAP_IN_PLACE = frozenset(
